@@ -1,0 +1,33 @@
+"""Exceptions. Each is also a builtin, so callers who know nothing of heedful can still catch it.
+
+The message of an exception that reaches the user is one clear sentence: what is wrong, where (file, line, field), and
+what to do. The command line prints it without a traceback and exits with code 2.
+"""
+
+
+class HeedfulError(Exception):
+    """Base of everything heedful raises on purpose."""
+
+
+class ConfigError(HeedfulError, ValueError):
+    """A recipe, option or argument is wrong."""
+
+
+class DataError(HeedfulError, ValueError):
+    """A data file or record is wrong."""
+
+
+class ModelError(HeedfulError, ValueError):
+    """A model folder, tokenizer or head is wrong or missing."""
+
+
+class EngineError(HeedfulError, RuntimeError):
+    """The rollout engine or a reward source failed."""
+
+
+class GuardError(HeedfulError, RuntimeError):
+    """A run-time proof failed: ratio not 1, KL not 0, a stream not finite. Training stopped before the optimizer moved."""
+
+
+class CheckpointError(HeedfulError, OSError):
+    """A checkpoint or run folder cannot be written, read or trusted."""

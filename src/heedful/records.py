@@ -1,0 +1,269 @@
+"""The nouns that are saved: plain text and numbers, JSON in and out, in the order in which a run meets them.
+
+No torch here. Every record is a frozen dataclass; ``to_json`` gives a plain dict, ``from_json`` takes one back and
+ignores nothing: an unknown or missing key is a :class:`~heedful.errors.DataError` that names the record and the key.
+
+    Message         Message("user", "Why is the sky blue?")
+    Demonstration   Demonstration("d1", (Message("user", "Hi"), Message("assistant", "Hello!")))
+    Prompt          Prompt("p1", (Message("user", "Hi"),), category="chat")
+    Answer          Answer("a1", "Hello!", policy="sft", kind="sampled")
+    Judgement       Judgement("rater-3", {"a1": 1, "a2": 2})
+    Ranking         Ranking("g1", (Message("user", "Hi"),), (Answer("a1", "Hello!"), …), (Judgement(…),))
+    PreferencePair  PreferencePair("g1", (Message("user", "Hi"),), chosen="Hello!", rejected="What?")
+    TokenSample     TokenSample(ids=[1, 5, 6, 2], loss_mask=[False, False, True, True])
+    Completion      Completion("p1", 0, ids=[6, 2], logprobs=[-0.1, -0.2], finish_reason="stop", policy_version=3, …)
+    Rollout         Rollout(completion, reward_parts={"reward_model": 0.7}, score=0.7)
+    RewardCard      RewardCard(accuracy=0.74, accuracy_low=0.70, …)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, TypeVar
+
+from heedful.errors import DataError
+
+R = TypeVar("R", bound="Record")
+
+CATEGORIES = ("chat", "writing", "question_answering", "safety")
+"""The four categories of the quickstart; any other word is allowed in user data."""
+
+
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Base with the JSON round trip."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict of str, numbers, lists and dicts; fields that hold None are kept, so that files are regular."""
+        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+
+    @classmethod
+    def from_json(cls: type[R], data: dict[str, Any]) -> R:
+        """Raises DataError naming the record and the key when a key is unknown or a required one is missing."""
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = sorted(set(data) - set(fields))
+        if unknown:
+            raise DataError(f"{cls.__name__}: unknown key {unknown[0]!r}; known keys are {', '.join(fields)}")
+        required = [
+            name
+            for name, f in fields.items()
+            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        ]
+        missing = [name for name in required if name not in data]
+        if missing:
+            raise DataError(f"{cls.__name__}: missing key {missing[0]!r}")
+        hints = _hints(cls)
+        return cls(**{name: _restore(hints[name], value) for name, value in data.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_json()
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return value
+
+
+def _restore(hint: Any, value: Any) -> Any:
+    """Turn plain JSON back into the record types named by ``hint``."""
+    if value is None:
+        return None
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        inner = [a for a in arguments if a is not type(None)]
+        return _restore(inner[0], value)
+    if isinstance(hint, type) and issubclass(hint, Record):
+        if not isinstance(value, dict):
+            raise DataError(f"{hint.__name__}: expected an object, got {type(value).__name__}")
+        return hint.from_json(value)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise DataError(f"expected a list, got {type(value).__name__}")
+        return tuple(_restore(arguments[0], v) for v in value)
+    if origin is list:
+        return [_restore(arguments[0], v) for v in value]
+    if origin is dict:
+        return {k: _restore(arguments[1], v) for k, v in value.items()}
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Message(Record):
+    """One turn of a conversation."""
+
+    role: str
+    """"system", "user" or "assistant"."""
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration(Record):
+    """A conversation to imitate; every assistant turn is trained."""
+
+    id: str
+    messages: tuple[Message, ...]
+    category: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt(Record):
+    """A conversation that waits for the assistant's answer (its last message is not the assistant's)."""
+
+    id: str
+    messages: tuple[Message, ...]
+    category: str = ""
+    source: str = ""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Extra columns for reward functions and gold scorers (a reference answer, keywords, …)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Record):
+    """One candidate answer of a ranking."""
+
+    id: str
+    text: str
+    policy: str = ""
+    """Who wrote it (a model name, "human", …)."""
+    kind: str = "sampled"
+    """"sampled", "gold" (a control with a known place) or "bait" (fluent and wrong)."""
+    flags: tuple[str, ...] = ()
+    score: float | None = None
+    """A score given by a judge, if the source has one; higher is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement(Record):
+    """One person's ranking: rank 1 is best, equal numbers are ties, an answer that is absent was not ranked."""
+
+    annotator: str
+    ranks: dict[str, int]
+    seconds: float | None = None
+    guideline: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking(Record):
+    """One line of the master file: a prompt, its N answers and every single judgement on them."""
+
+    group_id: str
+    prompt: tuple[Message, ...]
+    answers: tuple[Answer, ...]
+    rankings: tuple[Judgement, ...] = ()
+    consensus: dict[str, int] | None = None
+    """Ranks by answer id that training uses; None means: derived from ``rankings`` by majority per pair."""
+    category: str = ""
+    lang: str = ""
+    round: int = 0
+    source: str = ""
+    gold: tuple[tuple[str, ...], ...] | None = None
+    """For a control item: (better, worse) answer-id pairs that a careful rater gets right."""
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair(Record):
+    """Two answers to one prompt, the first preferred. Derived from a ranking or read from a file of pairs."""
+
+    group_id: str
+    prompt: tuple[Message, ...]
+    chosen: str
+    rejected: str
+    margin: float | None = None
+    category: str = ""
+    source: str = ""
+    round: int = 0
+    num_votes: int = 1
+    agree_fraction: float = 1.0
+    bait: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSample(Record):
+    """One tokenised sequence. ``loss_mask`` has one value per token of the full sequence; True = this token counts."""
+
+    ids: list[int]
+    loss_mask: list[bool]
+    id: str = ""
+
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion(Record):
+    """What the policy said to one prompt."""
+
+    prompt_id: str
+    sample_index: int
+    prompt_ids: list[int]
+    ids: list[int]
+    """The sampled tokens exactly as sampled, the end token included when one was sampled; never edited afterwards."""
+    logprobs: list[float]
+    """The sampler's own log-probability of each token under the distribution it sampled from (nats)."""
+    finish_reason: str
+    """"stop": the last id is an end token; "length": cut by the limit."""
+    policy_version: int
+    text: str
+    """The answer as the reward sees it: special tokens removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout(Record):
+    """A completion with its reward, each part apart."""
+
+    completion: Completion
+    reward_parts: dict[str, float]
+    score: float
+    """The weighted sum of the parts, before any KL."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCard(Record):
+    """What is known of a reward model before it is trusted; the PPO gate reads it."""
+
+    model: str
+    accuracy: float
+    """Held-out pair accuracy, every prompt weighted equally; ties in the labels left out, equal scores count one half."""
+    accuracy_low: float
+    accuracy_high: float
+    """95 % bootstrap interval, prompts resampled."""
+    num_prompts: int
+    num_pairs: int
+    accuracy_by_category: dict[str, float] = field(default_factory=dict)
+    length_accuracy: float | None = None
+    """Accuracy of 'the longer answer wins' on the same pairs: what length alone explains."""
+    score_mean: float = 0.0
+    score_std: float = 1.0
+    """Over the held-out answers; PPO standardises by these."""
+    train_accuracy: float | None = None
+    loss: float | None = None
+    """Held-out Bradley–Terry loss (nats)."""
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRow(Record):
+    """One held-out prompt answered before and after."""
+
+    prompt_id: str
+    prompt: tuple[Message, ...]
+    category: str
+    before: str
+    after: str
+    before_scores: dict[str, float]
+    after_scores: dict[str, float]
+    before_finish: str = "stop"
+    after_finish: str = "stop"
