@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeVar
@@ -34,8 +35,8 @@ CATEGORIES = ("chat", "writing", "question_answering", "safety")
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _hints(cls: Hashable) -> dict[str, Any]:
+    return typing.get_type_hints(typing.cast(type, cls))
 
 
 @dataclass(frozen=True, slots=True)
