@@ -1,0 +1,276 @@
+"""Records become token ids, within a length limit; every row that is left out is named with its reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+from heedful.data import chat
+from heedful.errors import DataError
+from heedful.records import Demonstration, Prompt, Ranking, TokenSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+S = TypeVar("S")
+TooLong = Literal["drop", "cut"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankingSample:
+    """One ranking as token ids: K sequences that all start with the same prompt."""
+
+    group_id: str
+    category: str
+    sequences: list[list[int]]
+    """prompt + answer + end token; a cut answer has no end token"""
+    ranks: list[int]
+    """1 = best, equal = tie"""
+    answer_ids: list[str]
+    num_prompt_tokens: int
+    num_answer_chars: list[int]
+    """Lengths of the answers' texts, for the length baseline of the reward card"""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A row that was left out."""
+
+    id: str
+    reason: str
+    message: str
+
+
+@dataclass
+class Tokenised(Generic[S]):
+    """The rows that can be trained on and what happened to the others."""
+
+    samples: list[S] = field(default_factory=list)
+    refused: list[Refused] = field(default_factory=list)
+    num_truncated: int = 0
+    """Rows that were kept and cut"""
+    num_answers_dropped: Counter[str] = field(default_factory=Counter)
+    """Rankings only: answers left out, by reason"""
+
+    @property
+    def num_read(self) -> int:
+        """Rows read."""
+        return len(self.samples) + len(self.refused)
+
+    @property
+    def num_kept(self) -> int:
+        """Rows that can be trained on."""
+        return len(self.samples)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Rows left out: reason → count."""
+        return dict(Counter(row.reason for row in self.refused))
+
+    def summary(self) -> str:
+        """One line of counts."""
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped.items())
+        text = f"read {self.num_read}, kept {self.num_kept}, dropped {len(self.refused)}"
+        text += f" ({reasons})" if reasons else ""
+        return text + (f", cut {self.num_truncated}" if self.num_truncated else "")
+
+    def require_some(self, what: str) -> Tokenised[S]:
+        """Itself. Raises DataError with the counts when nothing is left."""
+        if self.samples:
+            return self
+        first = f"; {self.refused[0].id!r}: {self.refused[0].message}" if self.refused else ""
+        raise DataError(f"no {what} left to work with: {self.summary()}{first}")
+
+
+def demonstrations(
+    records: Iterable[Demonstration],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    too_long: TooLong = "drop",
+    train_on: chat.TrainOn = "assistant",
+) -> Tokenised[TokenSample]:
+    """Demonstrations as samples of at most ``max_tokens`` ids.
+
+    Args:
+        too_long: "drop" leaves a longer sample out, because a cut answer teaches to stop nowhere; "cut" keeps its first
+            ``max_tokens`` ids and adds no end token.
+
+    Raises:
+        DataError: nothing is left.
+    """
+    result: Tokenised[TokenSample] = Tokenised()
+    for record in records:
+        try:
+            sample = chat.conversation(tokenizer, record.messages, train_on=train_on, sample_id=record.id)
+        except chat.RefusedConversation as error:
+            result.refused.append(Refused(record.id, error.reason, str(error)))
+            continue
+        num_tokens = len(sample.ids)
+        if num_tokens > max_tokens and too_long == "drop":
+            message = f"{num_tokens} tokens, the limit is {max_tokens}"
+            result.refused.append(Refused(record.id, "too_long", message))
+            continue
+        if num_tokens > max_tokens:
+            sample = TokenSample(sample.ids[:max_tokens], sample.loss_mask[:max_tokens], sample.id)
+        # the first token is predicted from nothing, so it cannot count
+        if not any(sample.loss_mask[1:]):
+            message = f"none of its first {max_tokens} tokens is the assistant's"
+            result.refused.append(Refused(record.id, "no_supervised_token", message))
+            continue
+        result.num_truncated += num_tokens > max_tokens
+        result.samples.append(sample)
+    return result.require_some("demonstrations")
+
+
+def prompts(
+    records: Iterable[Prompt], tokenizer: PreTrainedTokenizerBase, *, max_prompt_tokens: int
+) -> Tokenised[tuple[Prompt, list[int]]]:
+    """Prompts with their ids; a longer one is left out, never cut, because half a question is another question.
+
+    Raises:
+        DataError: nothing is left.
+    """
+    result: Tokenised[tuple[Prompt, list[int]]] = Tokenised()
+    for record in records:
+        try:
+            ids = chat.prompt_ids(tokenizer, record.messages)
+        except chat.RefusedConversation as error:
+            result.refused.append(Refused(record.id, error.reason, str(error)))
+            continue
+        if len(ids) > max_prompt_tokens:
+            message = f"prompt of {len(ids)} tokens, the limit is {max_prompt_tokens}"
+            result.refused.append(Refused(record.id, "prompt_too_long", message))
+        else:
+            result.samples.append((record, ids))
+    return result.require_some("prompts")
+
+
+def rankings(
+    records: Sequence[Ranking],
+    ranks: Sequence[Mapping[str, int]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    max_prompt_tokens: int | None = None,
+    too_long: TooLong = "drop",
+) -> Tokenised[RankingSample]:
+    """Rankings as K sequences of at most ``max_tokens`` ids with one common prompt.
+
+    Args:
+        ranks: for each record its answers' ranks by answer id (1 = best, equal = tie); an absent answer is not ranked.
+        max_prompt_tokens: limit for the prompt alone; None = only ``max_tokens`` limits it.
+        too_long: "drop" leaves out a ranking whose prompt is too long and every answer that does not fit. "cut" cuts
+            the prompt once for all its answers, from the left, begin token kept, down to what the longest answer leaves
+            (at least half of ``max_tokens``), then the answers from the right, without an end token.
+
+    Raises:
+        DataError: nothing is left.
+    """
+    if len(records) != len(ranks):
+        raise DataError(f"{len(records)} rankings came with the ranks of {len(ranks)}; give one per ranking")
+    result: Tokenised[RankingSample] = Tokenised()
+    budget = _Budget(max_tokens, max_prompt_tokens, too_long, tokenizer.bos_token_id)
+    for record, rank in zip(records, ranks):
+        try:
+            sample, was_cut = _ranking(record, rank, tokenizer, budget, result.num_answers_dropped)
+        except chat.RefusedConversation as error:
+            result.refused.append(Refused(record.group_id, error.reason, str(error)))
+            continue
+        result.num_truncated += was_cut
+        result.samples.append(sample)
+    return result.require_some("rankings")
+
+
+@dataclass(frozen=True)
+class _Budget:
+    max_tokens: int
+    max_prompt_tokens: int | None
+    too_long: TooLong
+    bos_token_id: int | None
+
+    def prompt(self, ids: list[int], longest_answer: int) -> list[int]:
+        """The prompt within its limit. Raises RefusedConversation when it may not be cut."""
+        limit = self.max_tokens - 1 if self.max_prompt_tokens is None else self.max_prompt_tokens
+        if self.too_long == "cut":
+            limit = min(limit, max(self.max_tokens - longest_answer, self.max_tokens // 2))
+        if len(ids) <= limit:
+            return ids
+        if self.too_long == "drop":
+            message = f"prompt of {len(ids)} tokens, the limit is {limit}"
+            raise chat.RefusedConversation("prompt_too_long", message)
+        if ids[0] == self.bos_token_id:
+            return [ids[0], *ids[len(ids) - limit + 1 :]]
+        return ids[len(ids) - limit :]
+
+
+def _ranking(
+    record: Ranking,
+    ranks: Mapping[str, int],
+    tokenizer: PreTrainedTokenizerBase,
+    budget: _Budget,
+    num_dropped: Counter[str],
+) -> tuple[RankingSample, bool]:
+    """One ranking and whether it was cut. Raises RefusedConversation when no pair of answers is left to learn from."""
+    answers = [answer for answer in record.answers if answer.id in ranks]
+    spoken: dict[str, list[int]] = {}
+    for answer in answers:
+        try:
+            spoken[answer.id] = chat.answer_ids(tokenizer, answer.text)
+        except chat.RefusedConversation as error:
+            num_dropped[error.reason] += 1
+    full = chat.prompt_ids(tokenizer, record.prompt)
+    prompt = budget.prompt(full, max(map(len, spoken.values()), default=0))
+    was_cut = len(prompt) < len(full)
+    room = budget.max_tokens - len(prompt)
+    fitting: dict[str, list[int]] = {}
+    for answer_id, ids in spoken.items():
+        if len(ids) > room and budget.too_long == "drop":
+            num_dropped["answer_too_long"] += 1
+            continue
+        was_cut |= len(ids) > room
+        fitting[answer_id] = ids[:room]
+    distinct, reason = _distinct(fitting, spoken, ranks, num_dropped)
+    kept = [answer for answer in answers if answer.id in distinct]
+    if len({ranks[answer.id] for answer in kept}) < 2:
+        reason = reason or ("all_tied" if len(kept) > 1 else "fewer_than_two_answers")
+        message = f"{len(kept)} of {len(record.answers)} answers are left, without a better and a worse one"
+        raise chat.RefusedConversation(reason, message)
+    sample = RankingSample(
+        group_id=record.group_id,
+        category=record.category,
+        sequences=[prompt + distinct[answer.id] for answer in kept],
+        ranks=[ranks[answer.id] for answer in kept],
+        answer_ids=[answer.id for answer in kept],
+        num_prompt_tokens=len(prompt),
+        num_answer_chars=[len(answer.text) for answer in kept],
+    )
+    return sample, was_cut
+
+
+def _distinct(
+    fitting: dict[str, list[int]],
+    spoken: dict[str, list[int]],
+    ranks: Mapping[str, int],
+    num_dropped: Counter[str],
+) -> tuple[dict[str, list[int]], str]:
+    """The answers that differ, and why others were left out ("" = all differ).
+
+    Of identical answers with one rank the first stays; with different ranks none, since nothing tells them apart.
+    """
+    same: dict[tuple[int, ...], list[str]] = {}
+    for answer_id, ids in fitting.items():
+        same.setdefault(tuple(ids), []).append(answer_id)
+    distinct: dict[str, list[int]] = {}
+    reason = ""
+    for group in same.values():
+        agree = len({ranks[answer_id] for answer_id in group}) == 1
+        if agree:
+            distinct[group[0]] = fitting[group[0]]
+        if lost := group[1:] if agree else group:
+            raw = all(spoken[answer_id] == spoken[group[0]] for answer_id in group)
+            reason = "identical_answers" if raw else "identical_after_truncation"
+            num_dropped[reason] += len(lost)
+    return distinct, reason
