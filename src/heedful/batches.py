@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -100,7 +100,11 @@ class LossOut:
 
 @dataclass
 class StepStats:
-    """What one optimizer step or PPO step hands to the log: metric name → number, and histograms' raw values."""
+    """What one optimizer step or PPO step hands to the log."""
 
     scalars: dict[str, float] = field(default_factory=dict)
+    """metric name → number"""
     histograms: dict[str, list[float]] = field(default_factory=dict)
+    """name → raw values"""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """rows of the sample table"""

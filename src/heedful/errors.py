@@ -29,5 +29,9 @@ class GuardError(HeedfulError, RuntimeError):
     """A run-time proof failed: ratio not 1, KL not 0, a stream not finite. Training stopped before the optimizer moved."""
 
 
+class GateError(HeedfulError, RuntimeError):
+    """The reward model is not good enough to be optimised against."""
+
+
 class CheckpointError(HeedfulError, OSError):
     """A checkpoint or run folder cannot be written, read or trusted."""

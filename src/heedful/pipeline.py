@@ -1,0 +1,391 @@
+"""Every stage in order, each resumable: sft → reward → ppo → evaluate → report.
+
+    from heedful import pipeline
+    from heedful.config.read import load_recipe
+
+    report = pipeline.run(load_recipe("quickstart"))
+
+A stage that is finished is never run again; an unfinished one goes on from its newest complete checkpoint. Every stage
+loads what it needs from disk, so that a run continued after a kill is the run that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heedful.config.recipe import STAGES, Recipe, Stage
+from heedful.errors import CheckpointError, ConfigError, GateError
+from heedful.records import RewardCard
+from heedful.runs.folder import RunFolder, StageFolder
+from heedful.runs.progress import duration, peak_memory_bytes
+from heedful.train.loop import tell
+
+Continue = str
+"""What to do about a run that is there already: "refuse", "resume" or "new"."""
+
+
+def run(recipe: Recipe, *, existing: Continue = "refuse", only: Stage | None = None) -> Path:
+    """Run the stages of ``recipe`` (or ``only`` one of them) in its run folder and return the report's path.
+
+    Args:
+        existing: when the run folder exists: "refuse" raises, "resume" goes on with it, "new" takes a numbered one.
+
+    Raises:
+        CheckpointError: the folder exists and ``existing`` is "refuse", or it holds a run of another recipe.
+        GateError: the reward model is too weak for PPO.
+    """
+    with open_run(recipe, existing) as folder:
+        return _run_in(folder, recipe, only)
+
+
+def open_run(recipe: Recipe, existing: Continue) -> RunFolder:
+    """The locked run folder of ``recipe``; see :func:`run`."""
+    path = Path(recipe.output) / recipe.name
+    if existing == "new":
+        path = RunFolder.next_free(path)
+    if existing != "resume" or not (path / "recipe.yaml").exists():
+        return RunFolder.create(path, recipe.model_dump(mode="json"))
+    folder = RunFolder.open(path, write=True)
+    difference = first_difference(folder.recipe, recipe.model_dump(mode="json"))
+    if difference:
+        folder.close()
+        raise CheckpointError(
+            f"{path} holds a run of another recipe: {difference}; give that recipe to resume it, or --new for a new run"
+        )
+    return folder
+
+
+def first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str | None:
+    """The first key in which two resolved recipes differ, in words; None when they are equal."""
+    for key in {**old, **new}:
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found = first_difference(a, b, f"{prefix}{key}.")
+            if found:
+                return found
+        elif a != b:
+            return f"{prefix}{key} is {a!r} there and {b!r} here"
+    return None
+
+
+def _run_in(folder: RunFolder, recipe: Recipe, only: Stage | None) -> Path:
+    from heedful.report.build import write_report
+
+    context = Context(recipe, folder)
+    stages = recipe.stages if only is None else (only,)
+    tell(f"Run {folder.path}: {' → '.join(recipe.stages)}")
+    for name in stages:
+        stage = context.stage(name)
+        if stage.is_finished:
+            tell(f"{name}: finished already")
+            continue
+        folder.set_status("running", stage=name)
+        started = time.perf_counter()
+        results = RUNNERS[name](context, stage)
+        seconds = time.perf_counter() - started
+        stage.finish({
+            **results,
+            "seconds": seconds,
+            "training_seconds": _training_seconds(stage),
+            "peak_memory_bytes": peak_memory_bytes(),
+        })  # fmt: skip
+        shutil.rmtree(stage.checkpoints, ignore_errors=True)  # the model is saved; nothing is resumed from here
+        tell(f"{name}: done in {duration(seconds)}")
+    done = all(context.stage(name).is_finished for name in recipe.stages)
+    folder.set_status("finished" if done else "interrupted", stage=stages[-1])
+    report = write_report(folder.path)
+    tell(f"Report: {report}")
+    return report
+
+
+def _training_seconds(stage: StageFolder) -> float:
+    """Seconds spent in the stage's steps, those before an interruption included."""
+    from heedful.runs.reader import read_stage
+
+    return sum(x for x in read_stage(stage.path).column("run/seconds")[1] if x is not None)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every stage needs to know: the recipe, the run folder, and where earlier stages left their models."""
+
+    recipe: Recipe
+    folder: RunFolder
+
+    def stage(self, name: Stage) -> StageFolder:
+        """The folder of a stage; its number is its place among all stages, whatever the recipe leaves out."""
+        return self.folder.stage(name, STAGES.index(name) + 1)
+
+    def model_of(self, name: Stage) -> Path:
+        """The model that a stage of this run has left.
+
+        Raises:
+            ConfigError: the stage is not finished yet.
+        """
+        stage = self.stage(name)
+        if not stage.is_finished:
+            raise ConfigError(f"{self.folder.path}: the {name} stage is not finished; run `heedful {name}` first")
+        return stage.model
+
+    @property
+    def base(self) -> Path:
+        """The folder of the model that everything starts from."""
+        from heedful.models.load import resolve
+
+        return resolve(self.recipe.model.name)
+
+    @property
+    def sft_policy(self) -> Path:
+        """The policy before PPO: this run's SFT model, model.policy, or the base model itself."""
+        from heedful.models.load import resolve
+
+        if self.recipe.sft is not None:
+            return self.model_of("sft")
+        return resolve(self.recipe.model.policy) if self.recipe.model.policy else self.base
+
+    @property
+    def reward_model(self) -> Path:
+        """This run's reward model, or model.reward."""
+        from heedful.models.load import resolve
+
+        if self.recipe.reward is not None:
+            return self.model_of("reward")
+        assert self.recipe.model.reward is not None
+        return resolve(self.recipe.model.reward)
+
+    def hardware(self) -> dict[str, Any]:
+        """``device`` and ``dtype`` for every model of the run."""
+        from heedful.models import hardware
+
+        device = hardware.device(self.recipe.model.device)
+        return {"device": device, "dtype": hardware.compute_dtype(device, self.recipe.model.dtype)}
+
+    def file(self, name: str) -> str:
+        """The path of a data file; package: names are files that ship with heedful."""
+        from heedful.data.shipped import data_path
+
+        return data_path(name)
+
+
+def _sft(context: Context, stage: StageFolder) -> dict[str, Any]:
+    from heedful.data import tokenise
+    from heedful.data.formats import load_demonstrations
+    from heedful.data.splits import split
+    from heedful.models.export import save_policy
+    from heedful.models.parts import LanguageModel
+    from heedful.train.sft import train_sft
+
+    recipe, config = context.recipe, context.recipe.sft
+    assert config is not None and recipe.data.demonstrations is not None
+    records = load_demonstrations(context.file(recipe.data.demonstrations), on_bad_row=recipe.data.on_bad_row)
+    train, heldout = split(records, recipe.data.heldout_fraction / 2, seed=recipe.seed)
+    policy = LanguageModel.load(
+        context.base, train=True, lora=config.lora, attention=recipe.model.attention, **context.hardware()
+    )
+    limits: dict[str, Any] = {"max_tokens": config.max_tokens, "too_long": config.too_long, "train_on": config.train_on}
+    samples = tokenise.demonstrations(train, policy.tokenizer, **limits)
+    heldout_samples = tokenise.demonstrations(heldout, policy.tokenizer, **limits).samples if heldout else []
+    tell(f"SFT data: {samples.summary()}; {len(heldout_samples)} held out")
+    results = train_sft(policy, samples.samples, heldout_samples, config, stage, seed=recipe.seed)
+    save_policy(policy.model, policy.tokenizer, stage.model)
+    return {**results, "num_dropped": samples.dropped, "num_truncated": samples.num_truncated}
+
+
+def _reward(context: Context, stage: StageFolder) -> dict[str, Any]:
+    from heedful.data import tokenise
+    from heedful.data.formats import load_rankings
+    from heedful.data.pairs import consensus
+    from heedful.data.splits import split
+    from heedful.models.export import save_reward
+    from heedful.models.parts import ScalarModel
+    from heedful.train.reward import train_reward
+
+    recipe, config = context.recipe, context.recipe.reward
+    assert config is not None and recipe.data.rankings is not None
+    records = load_rankings(context.file(recipe.data.rankings), on_bad_row=recipe.data.on_bad_row)
+    if recipe.data.heldout_rankings:
+        train = records
+        heldout = load_rankings(context.file(recipe.data.heldout_rankings), on_bad_row=recipe.data.on_bad_row)
+    else:
+        train, heldout = split(records, recipe.data.heldout_fraction, seed=recipe.seed)
+    model = ScalarModel.load(
+        context.sft_policy, train=True, head="new", lora=config.lora, seed=recipe.seed,
+        attention=recipe.model.attention, **context.hardware(),
+    )  # fmt: skip
+    limits: dict[str, Any] = {"max_tokens": config.max_tokens, "max_prompt_tokens": recipe.data.max_prompt_tokens}
+    samples = tokenise.rankings(train, [consensus(r) for r in train], model.tokenizer, **limits)
+    heldout_samples = tokenise.rankings(heldout, [consensus(r) for r in heldout], model.tokenizer, **limits)
+    tell(f"Reward data: {samples.summary()}; held out: {heldout_samples.summary()}")
+    card = train_reward(model, samples.samples, heldout_samples.samples, config, stage, seed=recipe.seed)
+    tell(
+        f"reward model: held-out accuracy {card.accuracy:.1%} [{card.accuracy_low:.1%}, {card.accuracy_high:.1%}] on "
+        f"{card.num_pairs} pairs of {card.num_prompts} prompts; length alone {card.length_accuracy or 0:.1%}"
+    )
+    save_reward(
+        model.model, model.tokenizer, stage.model, score_mean=card.score_mean, score_std=card.score_std,
+        card=card.to_json(),
+    )  # fmt: skip
+    return {
+        "card": card.to_json(),
+        "num_rankings": samples.num_kept,
+        "num_dropped": samples.dropped,
+        "num_answers_dropped": dict(samples.num_answers_dropped),
+        "min_accuracy": config.min_accuracy,
+    }
+
+
+def gate(card: RewardCard | None, recipe: Recipe) -> str:
+    """What the gate says of a reward model; raises GateError when PPO may not start."""
+    assert recipe.ppo is not None
+    minimum = recipe.reward.min_accuracy if recipe.reward else 0.70
+    if card is None:
+        problem = f"{recipe.model.reward} has no reward card, so its held-out accuracy is unknown"
+    elif card.accuracy < minimum:
+        problem = (
+            f"the reward model orders only {card.accuracy:.1%} of held-out pairs as people do "
+            f"(at least {minimum:.0%} is asked)"
+        )
+    else:
+        return f"passed: held-out accuracy {card.accuracy:.1%} ≥ {minimum:.0%}"
+    if recipe.ppo.accept_weak_reward:
+        return f"overridden: {problem}"
+    raise GateError(
+        f"{problem}; PPO would optimise its mistakes. Collect more or cleaner rankings, or override with "
+        f"--accept_weak_reward"
+    )
+
+
+def _ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
+    from heedful.data import tokenise
+    from heedful.data.formats import load_prompts
+    from heedful.models.export import load_reward_card, save_policy
+    from heedful.models.roles import build_roles
+    from heedful.rollout.score import LearnedReward
+    from heedful.train.ppo import train_ppo
+
+    recipe, config = context.recipe, context.recipe.ppo
+    assert config is not None
+    card = load_reward_card(context.reward_model)
+    verdict = gate(card, recipe)
+    tell(f"gate: {verdict}")
+    mean, std = (card.score_mean, card.score_std) if card and config.normalize_scores else (0.0, 1.0)
+    roles = build_roles(
+        context.sft_policy, context.reward_model, lora=config.lora, value_shift=mean, value_scale=std,
+        attention=recipe.model.attention, **context.hardware(),
+    )  # fmt: skip
+    source = recipe.data.prompts or recipe.data.rankings
+    assert source is not None
+    prompts = tokenise.prompts(
+        load_prompts(context.file(source), on_bad_row=recipe.data.on_bad_row),
+        roles.policy.tokenizer,
+        max_prompt_tokens=recipe.data.max_prompt_tokens,
+    )
+    tell(f"PPO prompts: {prompts.summary()}")
+    reward = LearnedReward(roles.reward, micro_batch_tokens=config.micro_batch_tokens, mean=mean, std=std)
+    results = train_ppo(roles, [reward], prompts.samples, config, stage, seed=recipe.seed)
+    save_policy(roles.policy.model, roles.policy.tokenizer, stage.model)
+    return {**results, "gate": verdict, "num_dropped": prompts.dropped}
+
+
+def _evaluate(context: Context, stage: StageFolder) -> dict[str, Any]:
+    from heedful.data import tokenise
+    from heedful.data.files import write_jsonl
+    from heedful.data.formats import load_prompts, load_rankings
+    from heedful.data.splits import split
+    from heedful.evaluate.gold import load_scorer, score_answers
+    from heedful.evaluate.judge import judge
+    from heedful.models.load import load_tokenizer
+    from heedful.models.parts import ScalarModel
+    from heedful.records import Prompt
+    from heedful.rollout.score import LearnedReward
+
+    recipe, config = context.recipe, context.recipe.evaluate
+    assert config is not None
+    scorer = load_scorer(config.gold) if config.gold else None
+    before_path, after_path = (
+        (context.sft_policy, context.model_of("ppo")) if recipe.ppo else (context.base, context.model_of("sft"))
+    )
+    if recipe.data.heldout_prompts:
+        records = load_prompts(context.file(recipe.data.heldout_prompts), on_bad_row=recipe.data.on_bad_row)
+    elif recipe.data.heldout_rankings:
+        records = load_prompts(context.file(recipe.data.heldout_rankings), on_bad_row=recipe.data.on_bad_row)
+    else:
+        assert recipe.data.rankings is not None
+        rankings = load_rankings(context.file(recipe.data.rankings), on_bad_row=recipe.data.on_bad_row)
+        heldout = split(rankings, recipe.data.heldout_fraction, seed=recipe.seed)[1]
+        records = [Prompt(r.group_id, r.prompt, r.category) for r in heldout]
+    encoded = tokenise.prompts(
+        records, load_tokenizer(after_path), max_prompt_tokens=recipe.data.max_prompt_tokens
+    ).samples[: config.max_prompts]
+    prompts = [p for p, _ in encoded]
+    before = _answers(context, before_path, "before", encoded)
+    after = _answers(context, after_path, "after", encoded)
+    scores: dict[str, tuple[list[float], list[float]]] = {}
+    if scorer is not None:
+        gold = [
+            score_answers(scorer, prompts, [c.text for c in side], [c.finish_reason == "stop" for c in side])
+            for side in (before, after)
+        ]
+        scores["gold"] = (gold[0], gold[1])
+    if recipe.reward is not None or recipe.model.reward:
+        model = ScalarModel.load(context.reward_model, attention=recipe.model.attention, **context.hardware())
+        read = LearnedReward(model, micro_batch_tokens=4096)
+        scores["reward_model"] = (read(prompts, before), read(prompts, after))
+    rows, metrics = judge(prompts, before, after, scores, seed=recipe.seed)
+    write_jsonl(stage.path / "evaluation.jsonl", [row.to_json() for row in rows])
+    for name in scores:
+        m = metrics[name]
+        tell(f"{name}: {m['before_mean']:.2f} → {m['after_mean']:.2f}, win rate {m['win_rate']:.1%} "
+             f"[{m['win_rate_low']:.1%}, {m['win_rate_high']:.1%}] on {m['num_prompts']} held-out prompts")  # fmt: skip
+    return {"metrics": metrics, "before": str(before_path), "after": str(after_path), "temperature": config.temperature}
+
+
+def _answers(context: Context, path: Path, side: str, encoded: list[Any]) -> list[Any]:
+    """One answer to every held-out prompt; both policies draw from the same random streams."""
+    from heedful.data.chat import end_token_ids
+    from heedful.models.parts import LanguageModel
+    from heedful.rollout.engine import Request, Sampling
+    from heedful.rollout.hf import HFEngine
+    from heedful.runs.progress import Progress
+
+    recipe, config = context.recipe, context.recipe.evaluate
+    assert config is not None
+    policy = LanguageModel.load(path, attention=recipe.model.attention, **context.hardware())
+    engine = HFEngine(policy, end_token_ids(policy.tokenizer), batch_size=config.batch_size)
+    limit = config.max_new_tokens or (recipe.ppo.sampling.max_new_tokens if recipe.ppo else 256)
+    with Progress(f"Answers {side}", len(encoded)) as progress:
+
+        def advance(newly_done: int) -> None:
+            for _ in range(newly_done):
+                progress.step()
+
+        return engine.generate(
+            [Request(p.id, 0, ids) for p, ids in encoded],
+            Sampling(limit, config.temperature),
+            seed=recipe.seed,
+            on_done=advance,
+        )
+
+
+RUNNERS: dict[Stage, Callable[[Context, StageFolder], dict[str, Any]]] = {
+    "sft": _sft,
+    "reward": _reward,
+    "ppo": _ppo,
+    "evaluate": _evaluate,
+}
+
+
+def results(path: Path | str) -> dict[str, Any]:
+    """The results of every finished stage of a run, by stage name."""
+    return {stage.name: stage.results for stage in RunFolder.open(path).stages() if stage.is_finished}
+
+
+def show(path: Path | str) -> str:
+    """The results of a run as JSON text."""
+    return json.dumps(results(path), indent=1, ensure_ascii=False)

@@ -1,0 +1,176 @@
+"""The in-process engine: a decode loop on a transformers model with a key-value cache.
+
+It keeps its own copy of the weights in the compute dtype, adapters merged: decoding reads every weight once per token,
+so half the bytes is twice the speed, and unmerged adapters would add two small products per layer and token.
+Finished rows leave the batch. Each row draws from its own random stream, one uniform number per token, which it turns
+into a token by inverting the cumulative distribution: no [B, T, V] history exists.
+
+Shapes: B rows, T prompt tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heedful.errors import EngineError
+from heedful.models.lora import merged_state
+from heedful.models.parts import LanguageModel
+from heedful.records import Completion
+from heedful.rollout.engine import Request, Sampling, sample_seed
+
+COMPACT_BELOW = 0.8
+"""Finished rows are dropped once the rest is below this share; each drop copies the cache."""
+
+
+@dataclass
+class _Row:
+    request: Request
+    uniforms: list[float]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finished: bool = False
+
+
+class HFEngine:
+    """Decodes with transformers in this process."""
+
+    def __init__(self, policy: LanguageModel, end_ids: Sequence[int], *, batch_size: int = 64, version: int = 0) -> None:
+        self._tokenizer = policy.tokenizer
+        self._device = policy.device
+        self._end_ids = torch.tensor(sorted(end_ids), device=policy.device)
+        self._pad_id = int(policy.tokenizer.pad_token_id)
+        self._batch_size = batch_size
+        self._model = _inference_copy(policy)
+        self._version = version
+        self.sync(policy, version=version)
+
+    @torch.no_grad()
+    def sync(self, policy: LanguageModel, *, version: int) -> None:
+        """Copy the policy's weights, adapters merged in float32 and rounded once."""
+        own = self._model.state_dict()
+        seen = set()
+        for name, tensor in merged_state(policy.model):
+            if name not in own:
+                raise EngineError(f"the policy has a weight {name!r} that the rollout model lacks")
+            own[name].copy_(tensor)
+            seen.add(name)
+        tied = {"lm_head.weight"} if self._model.config.tie_word_embeddings else set()
+        missing = set(own) - seen - tied
+        if missing:
+            raise EngineError(f"the rollout model was not given {sorted(missing)[0]!r} by the policy")
+        self._version = version
+
+    @torch.no_grad()
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        seed: int,
+        on_done: Callable[[int], None] | None = None,
+    ) -> list[Completion]:
+        """See :class:`~heedful.rollout.engine.Engine`. Rows of like length are decoded together."""
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
+        done: dict[int, Completion] = {}
+        for start in range(0, len(order), self._batch_size):
+            chosen = order[start : start + self._batch_size]
+            rows = [_Row(requests[i], _uniforms(seed, requests[i], sampling)) for i in chosen]
+            self._decode(rows, sampling)
+            done.update({i: self._completion(row) for i, row in zip(chosen, rows, strict=True)})
+            if on_done is not None:
+                on_done(len(chosen))
+        return [done[i] for i in range(len(requests))]
+
+    def _decode(self, rows: list[_Row], sampling: Sampling) -> None:
+        """Fill ``rows`` with sampled ids and log-probs."""
+        ids_BT, mask_BT = self._left_padded([row.request.prompt_ids for row in rows])
+        positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)
+        active, cache = list(rows), None
+        inputs_BT = ids_BT
+        for t in range(sampling.max_new_tokens):
+            out = self._model(
+                input_ids=inputs_BT, attention_mask=mask_BT, position_ids=positions_BT,
+                past_key_values=cache, use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
+            cache = out.past_key_values
+            uniforms_B = torch.tensor([row.uniforms[t] for row in active], device=self._device, dtype=torch.float64)
+            tokens_B, logprobs_B = _sample(out.logits[:, -1].float(), uniforms_B, sampling.temperature)
+            ended = torch.isin(tokens_B, self._end_ids).tolist()
+            for row, token, logprob, end in zip(active, tokens_B.tolist(), logprobs_B.tolist(), ended, strict=True):
+                if not row.finished:
+                    row.ids.append(token)
+                    row.logprobs.append(logprob)
+                    row.finished = end
+            alive = [i for i, row in enumerate(active) if not row.finished]
+            if not alive or t + 1 == sampling.max_new_tokens:
+                return
+            positions_BT = positions_BT[:, -1:] + 1
+            mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(active), 1)], dim=1)
+            inputs_BT = tokens_B[:, None]
+            if len(alive) < COMPACT_BELOW * len(active):
+                keep = torch.tensor(alive, device=self._device)
+                cache.batch_select_indices(keep)
+                inputs_BT, mask_BT, positions_BT = inputs_BT[keep], mask_BT[keep], positions_BT[keep]
+                active = [active[i] for i in alive]
+
+    def _left_padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """int64 [B, T] ids and mask, prompts flush right so that every next token sits in the same column."""
+        width = max(map(len, prompts))
+        ids = [[self._pad_id] * (width - len(p)) + p for p in prompts]
+        mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+        return torch.tensor(ids, device=self._device), torch.tensor(mask, device=self._device)
+
+    def _completion(self, row: _Row) -> Completion:
+        return completion(row.request, row.ids, row.logprobs, row.finished, self._version, self._tokenizer)
+
+
+def completion(
+    request: Request, ids: list[int], logprobs: list[float], finished: bool, version: int, tokenizer: Any
+) -> Completion:
+    """The record of one answer. Its text has no special tokens: padding and end marks never reach a reward (REW-10)."""
+    return Completion(
+        prompt_id=request.prompt_id,
+        sample_index=request.sample_index,
+        prompt_ids=request.prompt_ids,
+        ids=ids,
+        logprobs=logprobs,
+        finish_reason="stop" if finished else "length",
+        policy_version=version,
+        text=tokenizer.decode(ids, skip_special_tokens=True),
+    )
+
+
+def _sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Tokens [B] and their log-probs [B] under softmax(logits / temperature); temperature 0 takes the best token."""
+    if not bool(torch.isfinite(logits_BV).all()):
+        raise EngineError("the policy's logits are not finite during sampling; its weights are damaged or overflowed")
+    logprobs_BV = torch.log_softmax(logits_BV / temperature if temperature > 0 else logits_BV, dim=-1)
+    if temperature > 0:
+        # float64: a float32 running sum over a large vocabulary would move small probabilities
+        cumulative_BV = logprobs_BV.double().exp().cumsum(dim=-1)
+        points_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
+        tokens_B = torch.searchsorted(cumulative_BV, points_B1, right=True).squeeze(1).clamp(max=logits_BV.shape[1] - 1)
+    else:
+        tokens_B = logprobs_BV.argmax(dim=-1)
+    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
+
+
+def _uniforms(seed: int, request: Request, sampling: Sampling) -> list[float]:
+    """One number in [0, 1) per token, from the row's own stream."""
+    generator = torch.Generator().manual_seed(sample_seed(seed, request.prompt_id, request.sample_index))
+    return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64).tolist()
+
+
+def _inference_copy(policy: LanguageModel) -> Any:
+    """A frozen model of the policy's shape in the compute dtype, adapters left out."""
+    base = policy.model.get_base_model() if hasattr(policy.model, "peft_config") else policy.model
+    config = copy.deepcopy(base.config)
+    with torch.device(policy.device):
+        model = type(base)._from_config(config, dtype=policy.dtype)
+    return model.requires_grad_(False).eval()

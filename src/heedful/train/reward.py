@@ -1,0 +1,131 @@
+"""The reward model: a scalar read at the last token, trained on all pairs of every ranking from K encodings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from heedful.batches import LossOut, RankingBatch, StepStats, to_device
+from heedful.config.recipe import RewardConfig
+from heedful.data.collate import ranking_batch
+from heedful.data.packing import token_budget_batches
+from heedful.data.stream import EpochStream, fingerprint
+from heedful.data.tokenise import RankingSample
+from heedful.evaluate.accuracy import length_accuracy, pair_accuracy
+from heedful.models.parts import ScalarModel
+from heedful.objectives import preference
+from heedful.records import RewardCard
+from heedful.runs.folder import StageFolder
+from heedful.train.loop import Loop
+from heedful.train.step import Optimisation, optimise
+
+
+def train_reward(
+    model: ScalarModel,
+    samples: Sequence[RankingSample],
+    heldout: Sequence[RankingSample],
+    config: RewardConfig,
+    stage: StageFolder,
+    *,
+    seed: int,
+) -> RewardCard:
+    """Train ``model`` in place and return its card, measured on ``heldout``.
+
+    Every prompt weighs the same: the mean over the pairs of its ranking, then the mean over the prompts of the step.
+    """
+    stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=fingerprint(s.sequences for s in samples))
+    total_steps = stream.num_steps(config.epochs)
+    optimisation = Optimisation("reward", model.trainable_parameters(), config.optimizer, total_steps)
+
+    def step(i: int) -> StepStats:
+        started = time.perf_counter()
+        chosen = [samples[j] for j in next(stream)]
+        batches = micro_batches(chosen, config, model.pad_id)
+
+        def loss_of(batch: RankingBatch) -> LossOut:
+            return _ranking_loss(model, batch, config, denominator=len(chosen))
+
+        out = optimise(optimisation, batches, loss_of, step=i, ids_of=lambda b: b.ids)
+        scalars = {
+            "reward/loss_nats": out.loss,
+            "reward/accuracy": out.metrics["accuracy"],
+            "reward/margin": out.metrics["margin"],
+            "reward/gradient_norm": out.gradient_norm,
+            "reward/learning_rate": out.learning_rate,
+            "reward/epoch": stream.epoch + stream.offset / stream.num_items,
+            "reward/rankings_per_second": len(chosen) / (time.perf_counter() - started),
+        }
+        if heldout and ((i + 1) % config.evaluate_every_steps == 0 or i + 1 == total_steps):
+            card = reward_card(model, heldout, config, seed=seed)
+            scalars |= {"reward/heldout_accuracy": card.accuracy, "reward/heldout_loss_nats": card.loss or 0.0,
+                        "reward/score_mean": card.score_mean, "reward/score_std": card.score_std}  # fmt: skip
+        return StepStats(scalars)
+
+    loop = Loop(
+        "Reward model", stage, total_steps, config.checkpoint,
+        parts={"reward": optimisation, "data": stream},
+        shown={"reward/loss_nats": "loss", "reward/accuracy": "accuracy", "reward/heldout_accuracy": "held-out"},
+    )  # fmt: skip
+    loop.run(step)
+    return reward_card(model, heldout, config, seed=seed)
+
+
+def micro_batches(samples: Sequence[RankingSample], config: RewardConfig, pad_id: int) -> list[RankingBatch]:
+    """Whole rankings grouped so that padded tokens stay within the budget; a ranking is never cut apart."""
+    num_answers = max(len(s.sequences) for s in samples)
+    lengths = [num_answers * max(map(len, s.sequences)) for s in samples]
+    groups = token_budget_batches(lengths, config.micro_batch_tokens)
+    return [ranking_batch([samples[i] for i in group], pad_id) for group in groups]
+
+
+@torch.no_grad()
+def reward_card(model: ScalarModel, samples: Sequence[RankingSample], config: RewardConfig, *, seed: int) -> RewardCard:
+    """Accuracy with interval, by category, loss, scale and the length-only baseline on held-out rankings."""
+    scores: list[list[float]] = [[] for _ in samples]
+    loss = 0.0
+    position = {s.group_id: i for i, s in enumerate(samples)}
+    for batch in micro_batches(samples, config, model.pad_id):
+        out, scores_PK = _scores_and_loss(model, batch, config, denominator=len(samples))
+        loss += float(out.loss)
+        for group_id, row, mask in zip(batch.ids, scores_PK.tolist(), batch.mask_PK.tolist(), strict=True):
+            scores[position[group_id]] = [s for s, real in zip(row, mask, strict=True) if real]
+    ranks = [s.ranks for s in samples]
+    overall = pair_accuracy(scores, ranks, seed=seed)
+    by_category = {}
+    for category in sorted({s.category for s in samples if s.category}):
+        rows = [i for i, s in enumerate(samples) if s.category == category]
+        part = pair_accuracy([scores[i] for i in rows], [ranks[i] for i in rows], seed=seed)
+        by_category[category] = part.value
+    flat = torch.tensor([v for row in scores for v in row], dtype=torch.float64)
+    return RewardCard(
+        model="reward_model",
+        accuracy=overall.value,
+        accuracy_low=overall.low,
+        accuracy_high=overall.high,
+        num_prompts=overall.num_prompts,
+        num_pairs=overall.num_pairs,
+        accuracy_by_category=by_category,
+        length_accuracy=length_accuracy([s.num_answer_chars for s in samples], ranks, seed=seed).value,
+        score_mean=float(flat.mean()),
+        score_std=max(float(flat.std()), 1e-6),
+        loss=loss,
+    )
+
+
+def _ranking_loss(model: ScalarModel, batch: RankingBatch, config: RewardConfig, *, denominator: int) -> LossOut:
+    return _scores_and_loss(model, batch, config, denominator=denominator)[0]
+
+
+def _scores_and_loss(
+    model: ScalarModel, batch: RankingBatch, config: RewardConfig, *, denominator: int
+) -> tuple[LossOut, torch.Tensor]:
+    """The loss of a batch and its scores [P, K]."""
+    batch = to_device(batch, model.device)
+    scores_N = model.scores(batch.ids_NT, batch.attention_mask_NT)
+    scores_PK = scores_N[batch.index_PK]
+    out = preference.ranking(
+        scores_PK, batch.ranks_PK, batch.mask_PK, label_smoothing=config.label_smoothing, denominator=denominator
+    )
+    return out, scores_PK

@@ -1,0 +1,125 @@
+"""One optimizer step, the same for every loop: micro-batches, one global denominator, guarded, clipped, scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from heedful.batches import LossOut
+from heedful.config.recipe import OptimizerConfig
+from heedful.control.schedule import factor
+from heedful.train import guard
+
+M = TypeVar("M")
+
+
+@dataclass
+class Optimisation:
+    """A model's trained parameters with their AdamW and learning-rate schedule.
+
+    ``num_steps`` counts optimizer steps done; the rate of the next step is a function of it alone, so that a resumed
+    run has the rate of an uninterrupted one (PPO-20).
+    """
+
+    name: str
+    parameters: Mapping[str, nn.Parameter]
+    config: OptimizerConfig
+    total_steps: int
+    num_steps: int = 0
+    adam: torch.optim.AdamW = field(init=False)
+
+    def __post_init__(self) -> None:
+        c = self.config
+        matrices = [p for p in self.parameters.values() if p.dim() >= 2]
+        vectors = [p for p in self.parameters.values() if p.dim() < 2]  # norms and biases are not decayed
+        self.adam = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": c.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=c.learning_rate, betas=(c.beta1, c.beta2), eps=c.epsilon, fused=True,
+        )  # fmt: skip
+
+    @property
+    def learning_rate(self) -> float:
+        """The rate of the next step."""
+        warmup = round(self.config.warmup_fraction * self.total_steps)
+        return self.config.learning_rate * factor(
+            self.num_steps, total_steps=self.total_steps, warmup_steps=warmup, kind=self.config.schedule
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, moments and the step count."""
+        return {
+            "weights": {name: p.detach().cpu() for name, p in self.parameters.items()},
+            "adam": self.adam.state_dict(),
+            "num_steps": self.num_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what ``state_dict`` gave."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(state["weights"][name])
+        self.adam.load_state_dict(state["adam"])
+        self.num_steps = state["num_steps"]
+
+
+@dataclass
+class StepOut:
+    """What one optimizer step did: metrics summed over micro-batches (``*_max`` taken as the maximum)."""
+
+    metrics: dict[str, float]
+    gradient_norm: float
+    """Before clipping, of the whole step (PPO-21)."""
+    learning_rate: float
+    loss: float
+
+
+def optimise(
+    optimisation: Optimisation,
+    micro_batches: Iterable[M],
+    loss_of: Callable[[M], LossOut],
+    *,
+    step: int,
+    ids_of: Callable[[M], Sequence[str]] = lambda _: (),
+    before_update: Callable[[dict[str, float]], None] | None = None,
+) -> StepOut:
+    """Accumulate the gradient of every micro-batch, check it, clip it and move once.
+
+    Every loss is already divided by the step's own denominator, so that the sum over micro-batches is the loss of the
+    step however it is cut (SFT-07, PPO-10). ``before_update`` sees the summed metrics before the optimizer moves.
+
+    Raises:
+        GuardError: a loss or gradient is not finite; the weights have not moved then.
+    """
+    total = 0.0
+    metrics: dict[str, Tensor] = {}
+    optimisation.adam.zero_grad(set_to_none=True)
+    for micro_batch in micro_batches:
+        out = loss_of(micro_batch)
+        guard.finite(f"the {optimisation.name} loss", out.loss, step=step, ids=ids_of(micro_batch))
+        out.loss.backward()
+        total += float(out.loss.detach())
+        for name, value in out.metrics.items():
+            if name not in metrics:
+                metrics[name] = value
+            elif name.endswith("_max"):
+                metrics[name] = torch.maximum(metrics[name], value)
+            else:
+                metrics[name] = metrics[name] + value
+    numbers = {name: float(value) for name, value in metrics.items()}
+    if before_update is not None:
+        before_update(numbers)
+    norm = float(
+        nn.utils.clip_grad_norm_(optimisation.parameters.values(), optimisation.config.max_gradient_norm)
+    )
+    guard.gradient(norm, model=optimisation.name, step=step)
+    rate = optimisation.learning_rate
+    for group in optimisation.adam.param_groups:
+        group["lr"] = rate
+    optimisation.adam.step()
+    optimisation.num_steps += 1
+    optimisation.adam.zero_grad(set_to_none=True)
+    return StepOut(numbers, norm, rate, total)
