@@ -1,0 +1,1 @@
+"""Who plays each part: hardware, loading, the policy and scalar parts, adapters, roles, export."""

@@ -1,0 +1,139 @@
+"""Model folders that other tools load as they are: a policy for plain transformers, a reward model as a classifier."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heedful.errors import ModelError
+from heedful.models.folders import atomic_folder, quiet
+from heedful.models.load import scalar_head
+from heedful.models.lora import base_of, is_adapted, merged_state, num_merged
+from heedful.models.tokens import agree
+from heedful.records import RewardCard
+
+
+def save_policy(
+    model: Any,
+    tokenizer: Any,
+    path: Path | str,
+    *,
+    dtype: torch.dtype | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> int:
+    """Write a language model's folder, adapters merged (and kept apart in ``adapter/``); returns the merged tensors.
+
+    Args:
+        dtype: of the saved weights; None keeps them, or float32 for merged ones: bfloat16 would swallow small updates.
+        extra: more files, name → JSON content.
+
+    Raises:
+        ModelError: nothing to merge, or weights and tokenizer do not fit each other.
+    """
+    return _save(model, tokenizer, Path(path), dtype, {**(extra or {})}, {})
+
+
+def save_reward(
+    model: Any,
+    tokenizer: Any,
+    path: Path | str,
+    *,
+    score_mean: float,
+    score_std: float,
+    card: RewardCard | None = None,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Write a reward model's folder, one for ``AutoModelForSequenceClassification``, vLLM, OpenRLHF and RewardBench.
+
+    One label, ``problem_type`` regression (so that no pipeline applies a sigmoid), pad id set and different from the end
+    token, chat template in the folder; ``reward_norm.json`` holds mean and deviation of the scores, as does the config.
+
+    Args:
+        score_mean, score_std: over held-out answers, in raw score units.
+
+    Returns:
+        the number of tensors that adapters were merged into.
+
+    Raises:
+        ModelError: a head with other than one output, or a pad token that ends turns.
+    """
+    scalar_head(base_of(model))
+    extra: dict[str, Any] = {"reward_norm.json": {"mean": score_mean, "std": score_std}}
+    if card is not None:
+        extra["reward_card.json"] = card.to_json()
+    settings = {"problem_type": "regression", "num_labels": 1, "mean": score_mean, "std": score_std}
+    return _save(model, tokenizer, Path(path), dtype, extra, settings)
+
+
+def _save(
+    model: Any,
+    tokenizer: Any,
+    path: Path,
+    dtype: torch.dtype | None,
+    extra: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> int:
+    merged = num_merged(model)
+    if is_adapted(model) and dtype is None:
+        dtype = torch.float32
+    plain = plain_model(model, dtype=dtype)
+    for name, value in settings.items():
+        setattr(plain.config, name, value)
+    agree(tokenizer, plain)
+    with atomic_folder(path, replace=True) as folder, quiet():
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for name, content in extra.items():
+            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if is_adapted(model):
+            # With the tokenizer beside it, PEFT's own loader grows the base to the trained vocabulary.
+            model.save_pretrained(folder / "adapter", save_embedding_layers=_vocabulary_grew(model))
+            tokenizer.save_pretrained(folder / "adapter")
+    return merged
+
+
+def plain_model(model: Any, *, dtype: torch.dtype | None = None) -> Any:
+    """A model of the plain class around the merged weights; untouched weights are shared with the live model.
+
+    Raises:
+        ModelError: the merged weights are not exactly those of the plain class.
+    """
+    base = base_of(model)
+    state = dict(merged_state(model, dtype=dtype))
+    config = copy.deepcopy(base.config)
+    with torch.device("meta"):
+        plain = type(base)(config)
+    _untie_where_trained_apart(plain, state)
+    try:
+        plain.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise ModelError(f"{type(base).__name__} cannot be saved: {' '.join(str(error).split())[:300]}") from error
+    plain.tie_weights()
+    if getattr(base, "generation_config", None) is not None:
+        plain.generation_config = copy.deepcopy(base.generation_config)
+    return plain.eval()
+
+
+def _untie_where_trained_apart(plain: Any, state: dict[str, torch.Tensor]) -> None:
+    """A config that still says "tied" after embedding and head were trained apart loses the head on reload."""
+    if not plain.config.tie_word_embeddings or plain.get_output_embeddings() is None:
+        return
+    names = {id(m): n for n, m in plain.named_modules()}
+    tied = [state.get(f"{names[id(m)]}.weight") for m in (plain.get_input_embeddings(), plain.get_output_embeddings())]
+    if tied[0] is not None and tied[1] is not None and not torch.equal(tied[0], tied[1]):
+        plain.config.tie_word_embeddings = False
+
+
+def _vocabulary_grew(model: Any) -> bool:
+    """The live embedding has more rows than the base that the adapter names."""
+    source = Path(str(base_of(model).config._name_or_path)) / "config.json"
+    try:
+        rows = json.loads(source.read_text(encoding="utf-8"))["vocab_size"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return bool(base_of(model).get_input_embeddings().weight.shape[0] > rows)

@@ -1,0 +1,114 @@
+"""The machine: device and precision by detection, autocast, and every random generator in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from heedful.errors import ConfigError
+
+
+def device(name: str = "auto") -> torch.device:
+    """The device to compute on; "auto" takes CUDA, else MPS, else CPU.
+
+    Raises:
+        ConfigError: the name is no torch device, or this machine does not have it.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device {name!r} is unknown; use auto, cpu, cuda, cuda:N or mps") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    if found.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device 'mps' is not there: torch sees no Apple GPU")
+    return found
+
+
+def compute_dtype(device: torch.device, name: str = "auto") -> torch.dtype:
+    """The precision of forward and backward; trained weights stay float32 whatever it is.
+
+    "auto" takes bfloat16 only where the hardware multiplies it natively, since emulated bfloat16 is slower than
+    float32: CUDA from capability 8.0 (Ampere), CPUs with AVX512-BF16, AMX or Arm BF16. Elsewhere, and on MPS, float32.
+
+    Raises:
+        ConfigError: the name is not auto, float32 or bfloat16.
+    """
+    if name == "auto":
+        return torch.bfloat16 if _has_fast_bfloat16(device) else torch.float32
+    try:
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    except KeyError:
+        raise ConfigError(f"dtype {name!r} is unknown; use auto, float32 or bfloat16") from None
+
+
+def _has_fast_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and bool(_cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _cpu_flags() -> set[str]:
+    """Instruction sets that matter here, from torch's own (private, so guarded) probes, else from /proc/cpuinfo."""
+    flags = set()
+    for flag, probe in (("avx512_bf16", "_is_avx512_bf16_supported"), ("amx_bf16", "_is_amx_tile_supported")):
+        supported = getattr(torch.cpu, probe, None)
+        if supported is not None and supported():
+            flags.add(flag)
+    if not flags and platform.system() == "Linux":
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/cpuinfo").read_text().splitlines():
+                if line.lower().startswith(("flags", "features")):
+                    return set(line.split(":", 1)[1].split())
+    return flags
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Compute in ``dtype`` with weights kept as they are; float32 needs nothing."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed python, numpy and torch (every device)."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random generator, in types that ``torch.load(weights_only=True)`` reads back."""
+    kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (str(kind), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    if torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put back what :func:`random_state` gave. Generators of devices that are gone are left alone."""
+    version, keys, gauss = state["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, numbers, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((kind, numbers.numpy().astype("uint32"), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(state["mps"])

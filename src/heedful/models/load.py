@@ -1,0 +1,230 @@
+"""From a name to a model: hub id, local folder, GGUF file or alias; then tokenizer, language model or scalar model."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from heedful.errors import ModelError
+from heedful.models import cache
+from heedful.models.folders import check_model_folder, is_model_folder, quiet, read_config
+from heedful.models.tokens import ensure_pad as ensure_pad
+
+HEAD_NAMES = ("score", "classifier", "classification_head")
+FORMS = "a hub id such as owner/model, a local folder, a .gguf file or the alias " + ", ".join(cache.ALIASES)
+_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
+
+
+def resolve(name: str, *, say: cache.Say = cache.say_to_stderr) -> Path:
+    """The local folder of a model, fetched or converted first where needed.
+
+    Args:
+        name: a hub id, a local folder, a .gguf file (or a folder with one), or an alias (``smollm2-135m``).
+        say: takes the progress lines.
+
+    Raises:
+        ModelError: unknown name, folder without a model, damaged download, no network.
+    """
+    name = os.fspath(name).strip()
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"{path}: a file that is not .gguf; give {FORMS}")
+        return cache.gguf_folder(path, say=say)
+    if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if files and not (path / "config.json").exists():
+            if len(files) > 1:
+                raise ModelError(f"{path}: several .gguf files; name one, such as {files[0]}")
+            return cache.gguf_folder(files[0], say=say)
+        return check_model_folder(path)
+    if name.lower() in cache.ALIASES:
+        return cache.alias_folder(name.lower(), say=say)
+    near = _near(name, path)
+    looks_local = path.is_absolute() or name.startswith((".", "~")) or name.endswith(".gguf")
+    if looks_local or not _HUB_ID.match(name) or ("/" not in name and near):
+        raise ModelError(f"model {name!r} is unknown{near}; give {FORMS}")
+    return _hub_folder(name, near)
+
+
+def _near(name: str, path: Path) -> str:
+    """" (did you mean …?)" from aliases, the caches and the neighbours of a path that does not exist."""
+    known = {n: n for n in [*cache.ALIASES, *(m.name for m in cache.cached_models())]}
+    if path.parent.is_dir():
+        known |= {str(p): str(p) for p in path.parent.iterdir() if p.is_dir() or p.suffix == ".gguf"}
+    matches = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    return f" (did you mean {' or '.join(matches)}?)" if matches else ""
+
+
+def _hub_folder(name: str, near: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=cache.HUB_PATTERNS, etag_timeout=10))
+    except GatedRepoError:
+        raise ModelError(f"model {name!r} is gated: accept its licence on the hub and log in with `hf auth login`") from None
+    except (RepositoryNotFoundError, HFValidationError):
+        raise ModelError(f"model {name!r} is not on the hub{near}; give {FORMS}") from None
+    except LocalEntryNotFoundError:
+        reason = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the hub does not answer"
+        raise ModelError(
+            f"model {name!r} is neither a local folder nor in the hub cache, and {reason}{near}; give {FORMS}"
+        ) from None
+    except Exception as error:  # httpx errors and full disks; all of them mean: not here
+        raise ModelError(f"model {name!r} could not be downloaded ({' '.join(str(error).split())[:200]})") from error
+    if not is_model_folder(folder):
+        raise ModelError(f"model {name!r}: the hub repository has no config.json with safetensors weights")
+    return folder
+
+
+def load_tokenizer(path: Path | str) -> Any:
+    """The tokenizer of a model folder, with a pad token that differs from every end token (see :func:`ensure_pad`).
+
+    Raises:
+        ModelError: no tokenizer in the folder.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        with quiet():
+            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        raise ModelError(f"{path}: no tokenizer can be loaded ({' '.join(str(error).split())[:200]})") from error
+    ensure_pad(tokenizer)
+    return tokenizer
+
+
+def load_causal(path: Path | str, *, dtype: torch.dtype, device: torch.device, attention: str = "auto") -> Any:
+    """A language model in eval mode, on the device, with pad and end tokens set and dropout inactive.
+
+    Dropout must not act in reinforcement learning (old and new log-probs would differ), not even in ``train()`` mode,
+    which gradient checkpointing needs; the config that is saved keeps its value.
+
+    Args:
+        dtype: of the weights: float32 when they are trained (compute goes by autocast).
+        attention: transformers' attention kernel. "auto" = eager on CPU, where it is faster for sequences up to some
+            256 tokens, and for models with capped attention logits; sdpa elsewhere.
+
+    Raises:
+        ModelError: no such folder, no weights for some layer, or an architecture transformers does not know.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, missing = _load(AutoModelForCausalLM, path, dtype, device, attention)
+    if missing:
+        raise ModelError(f"{path}: the weights lack {missing[0]} ({len(missing)} tensors); this is no whole language model")
+    ensure_pad(load_tokenizer(path), model)
+    return _ready(model, device)
+
+
+def load_scalar(
+    path: Path | str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str = "auto",
+    head: Literal["required", "new"] = "required",
+    seed: int = 0,
+) -> Any:
+    """A scalar model (reward or value): transformers' sequence classifier with one output, in eval mode.
+
+    Args:
+        head: "required" loads a trained reward folder; "new" puts a new head on a language model's trunk, normal with
+            deviation 1/√(D+1) (Stiennon et al. 2020), so that first scores are of order one.
+        seed: of the new head.
+
+    Raises:
+        ModelError: head="required" and the folder has no head, or one with more than one output.
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    if head == "required":
+        _check_scalar_config(Path(path))
+    options = {"num_labels": 1, "problem_type": "regression"}
+    if head == "new":  # a head of another shape that is in the file must not stop the loading of the trunk
+        options["ignore_mismatched_sizes"] = True
+    model, missing = _load(AutoModelForSequenceClassification, path, dtype, device, attention, **options)
+    layer = scalar_head(model)
+    lost = [name for name in missing if head == "required" or not name.startswith(HEAD_NAMES)]
+    if lost:
+        raise ModelError(
+            f"{path}: the weights lack {lost[0]}, so scores would come from random numbers; train the reward model again"
+        )
+    if head == "new":
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(layer.weight.shape, generator=generator) / math.sqrt(layer.in_features + 1)
+        with torch.no_grad():
+            layer.weight.copy_(weight)
+            if layer.bias is not None:
+                layer.bias.zero_()
+    ensure_pad(load_tokenizer(path), model)
+    return _ready(model, device)
+
+
+def _check_scalar_config(path: Path) -> None:
+    config = read_config(path)
+    names = config.get("architectures") or ["unknown"]
+    if not names[0].endswith("ForSequenceClassification"):
+        raise ModelError(f"{path}: a {names[0]} folder, which has no score head; train a reward model first (heedful reward)")
+    num_labels = len(config.get("id2label") or {0: "", 1: ""})  # transformers' default is two
+    if num_labels != 1:
+        raise ModelError(f"{path}: the score head has {num_labels} outputs; a reward model has exactly one")
+
+
+def scalar_head(model: Any) -> torch.nn.Linear:
+    """The linear layer that gives the score.
+
+    Raises:
+        ModelError: the architecture has none with one output.
+    """
+    for name in HEAD_NAMES:
+        layer = getattr(model, name, None)
+        if isinstance(layer, torch.nn.Linear) and layer.out_features == 1:
+            return layer
+    raise ModelError(f"{type(model).__name__} has no linear score head with one output; this architecture is not supported")
+
+
+def _load(
+    factory: Any, path: Path | str, dtype: torch.dtype, device: torch.device, attention: str, **options: Any
+) -> tuple[Any, list[str]]:
+    """The model and the names of tensors that the file did not have (tied ones left out)."""
+    config = read_config(Path(path))
+    if attention == "auto":
+        capped = config.get("attn_logit_softcapping") is not None
+        attention = "eager" if device.type == "cpu" or capped else "sdpa"
+    try:
+        with quiet(), torch.random.fork_rng(devices=[]):  # loading must not move the run's random stream
+            model, info = factory.from_pretrained(
+                str(path),
+                dtype=dtype,
+                attn_implementation=attention,
+                output_loading_info=True,
+                local_files_only=True,
+                **options,
+            )
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+        raise ModelError(f"{path}: cannot be loaded ({' '.join(str(error).split())[:300]})") from error
+    mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
+    return model, sorted({*info["missing_keys"], *mismatched})
+
+
+def _ready(model: Any, device: torch.device) -> Any:
+    silence_dropout(model)
+    return model.eval().to(device)
+
+
+def silence_dropout(model: torch.nn.Module) -> None:
+    """Set every dropout rate of the live modules to 0; the config keeps its values."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)

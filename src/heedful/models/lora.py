@@ -1,0 +1,129 @@
+"""Low-rank adapters: adding them, telling adapted models apart, and merging them without touching the live model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from heedful.errors import ModelError
+
+
+def is_adapted(model: Any) -> bool:
+    """A PEFT model? Asked without importing peft, which takes a second."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def base_of(model: Any) -> Any:
+    """The transformers model inside, whose layers carry the adapters if there are any."""
+    return model.get_base_model() if is_adapted(model) else model
+
+
+def add_lora(
+    model: Any,
+    *,
+    rank: int,
+    alpha: float,
+    targets: str | Sequence[str] = "all-linear",
+    dropout: float = 0.0,
+    task: Literal["causal", "scalar"],
+) -> Any:
+    """Freeze the model and put float32 adapters on it; the update of a weight is (alpha / rank) · B · A.
+
+    The scalar head is trained fully (and saved with the adapter), since it is new or is what the values hang on.
+
+    Args:
+        targets: "all-linear" (all but the head), or module names, as a list or comma-separated.
+        dropout: on the adapters' input, in ``train()`` mode only.
+
+    Raises:
+        ModelError: no module of that name.
+    """
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
+    from heedful.models.load import HEAD_NAMES
+
+    if isinstance(targets, str) and targets != "all-linear":
+        targets = [name.strip() for name in targets.split(",")]
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        lora_dropout=dropout,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 keeps weights transposed
+        task_type="CAUSAL_LM" if task == "causal" else "SEQ_CLS",
+        # PEFT adds the head by itself for SEQ_CLS, but a dropped head would only show after reloading
+        modules_to_save=None if task == "causal" else [n for n in HEAD_NAMES if n in dict(model.named_children())],
+    )
+    try:
+        adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=True)
+    except ValueError as error:
+        raise ModelError(f"LoRA targets {targets!r} do not fit {type(model).__name__} ({error})") from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return adapted.eval()
+
+
+def _adapted_layers(model: Any) -> dict[str, Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in base_of(model).named_modules() if isinstance(module, LoraLayer)}
+
+
+def num_merged(model: Any) -> int:
+    """How many weights of the model carry an active adapter; 0 for a model without adapters."""
+    if not is_adapted(model):
+        return 0
+    return sum(any(a in layer.scaling for a in layer.active_adapters) for layer in _adapted_layers(model).values())
+
+
+@torch.no_grad()
+def merged_state(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every weight under the name it has in the plain model, W + (alpha / rank) · B · A where there is an adapter.
+
+    The sum is made in float32 and rounded once, to ``dtype`` (None: the base weight's own). The live model is not
+    touched; one merged weight exists at a time. A model without adapters gives its state as it is.
+
+    Raises:
+        ModelError: an adapted model none of whose weights would be changed (wrong adapter, wrong names).
+    """
+    if not is_adapted(model):
+        for name, tensor in model.state_dict().items():
+            yield name, _cast(tensor, dtype)
+        return
+    if num_merged(model) == 0:
+        raise ModelError("the adapter changes no weight of this model: 0 tensors would be merged")
+    layers = _adapted_layers(model)
+    for name, tensor in base_of(model).state_dict().items():
+        plain = _plain_name(name, model)
+        if plain is None:
+            continue
+        layer = layers.get(name.removesuffix(".base_layer.weight"))
+        if layer is not None and name.endswith(".base_layer.weight"):
+            merged = tensor.float()
+            for adapter in layer.active_adapters:
+                if adapter in layer.scaling:
+                    merged = merged + layer.get_delta_weight(adapter).float()
+            tensor = merged.to(dtype or tensor.dtype)
+        yield plain, _cast(tensor, dtype)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _plain_name(name: str, model: Any) -> str | None:
+    """The name in the plain model, None for tensors that only the adapted model has."""
+    adapter = model.active_adapter
+    if ".lora_" in name or ".original_module." in name:
+        return None
+    if ".modules_to_save." in name:
+        before, _, after = name.partition(".modules_to_save.")
+        return f"{before}.{after.removeprefix(adapter + '.')}" if after.startswith(adapter + ".") else None
+    return name.replace(".base_layer.", ".")

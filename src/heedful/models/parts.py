@@ -1,0 +1,272 @@
+"""The two kinds of part that every loop works with: a language model and a scalar model.
+
+Dimension letters: B sequences, N sequences to score, T tokens, V vocabulary, D hidden width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from heedful.batches import TokenBatch
+from heedful.errors import ModelError
+from heedful.models.hardware import autocast
+from heedful.models.load import scalar_head
+from heedful.models.lora import base_of, is_adapted
+from heedful.objectives.logprobs import token_logprobs
+from heedful.records import Message
+
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+class Part(ABC):
+    """A transformers model (with LoRA adapters or without), its tokenizer, and where and how precisely it computes."""
+
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype) -> None:
+        """``dtype`` is the compute precision; weights keep their own."""
+        self.model, self.tokenizer, self.device, self.dtype = model, tokenizer, device, dtype
+        self.pad_id = int(tokenizer.pad_token_id)
+        self._packing_checked = False
+
+    @property
+    def base(self) -> Any:
+        """The transformers model itself; adapters act inside it."""
+        return base_of(self.model)
+
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
+        """Exactly what an optimizer may move, by name; tied weights once."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def reference(self) -> AbstractContextManager[Any]:
+        """Inside, a model with adapters computes as if it had none (its scalar head: the original one)."""
+        if not is_adapted(self.model):
+            return nullcontext()
+        context: AbstractContextManager[Any] = self.model.disable_adapter()
+        return context
+
+    def hidden(self, batch: TokenBatch) -> Tensor:
+        """Last hidden states [B, T, D] after the final norm, from the trunk alone: no logits are made.
+
+        Raises:
+            ModelError: longer than the model's positions, or packed rows on a model that lets samples see each other.
+        """
+        if batch.packed and not self._packing_checked:
+            self._check_packing()
+            self._packing_checked = True
+        return self._hidden(batch)
+
+    def _hidden(self, batch: TokenBatch) -> Tensor:
+        mask = self._packed_mask(batch) if batch.packed else batch.attention_mask_BT
+        return self._trunk(batch.inputs_BT, mask, batch.position_ids_BT, rows_may_be_longer=batch.packed)
+
+    def _trunk(
+        self, ids_BT: Tensor, mask: Tensor | None, position_ids_BT: Tensor, *, rows_may_be_longer: bool = False
+    ) -> Tensor:
+        limit = getattr(self.base.config.get_text_config(), "max_position_embeddings", None)
+        if limit is not None and ids_BT.shape[1] > limit and not rows_may_be_longer:
+            raise ModelError(
+                f"a sequence of {ids_BT.shape[1]} tokens is longer than the {limit} positions of this model; "
+                f"lower max_tokens, max_prompt_tokens or max_new_tokens"
+            )
+        with autocast(self.device, self.dtype):
+            out = self.base.base_model(
+                input_ids=ids_BT, attention_mask=mask, position_ids=position_ids_BT, use_cache=False
+            )
+        hidden_BTD: Tensor = out.last_hidden_state
+        return hidden_BTD
+
+    def _packed_mask(self, batch: TokenBatch) -> Tensor | None:
+        from heedful.data.collate import block_attention_mask
+
+        config = self.base.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
+        if window is not None and batch.inputs_BT.shape[1] > window:
+            raise ModelError(f"packed rows must not be longer than this model's attention window of {window} tokens")
+        kernel = config._attn_implementation
+        if kernel.startswith("flash"):
+            return None  # that kernel finds the borders itself, where positions start again at 0
+        return block_attention_mask(batch.attention_mask_BT, self.dtype if kernel == "eager" else torch.bool)
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """The second sample of a packed row must come out as it does alone (recurrent models fail here)."""
+        ids_16 = torch.arange(6, device=self.device)[None] % self.base.config.get_text_config().vocab_size
+        marks_16 = torch.tensor([[1, 1, 1, 2, 2, 2]], device=self.device)
+        positions_16 = torch.tensor([[0, 1, 2, 0, 1, 2]], device=self.device)
+        packed = TokenBatch(ids_16, ids_16, marks_16 > 0, marks_16, positions_16, packed=True)
+        alone = TokenBatch(ids_16[:, 3:], ids_16[:, 3:], marks_16[:, 3:] > 0, marks_16[:, :3], positions_16[:, 3:])
+        expected = self._hidden(alone).float()
+        gap = (self._hidden(packed)[:, 3:].float() - expected).abs().max() / expected.abs().max()
+        if gap > (1e-3 if self.dtype == torch.float32 else 0.05):
+            raise ModelError(f"{type(self.base).__name__} lets packed samples see each other; set packing to false")
+
+
+@dataclass(frozen=True)
+class Head:
+    """How hidden states become logits: softcap · tanh(logit_scale · (W h + b) / softcap)."""
+
+    weight_VD: Tensor
+    bias_V: Tensor | None
+    logit_scale: float
+    softcap: float | None
+
+
+@final
+class LanguageModel(Part):
+    """A policy or reference: log-probabilities of given tokens, without ever making [B, T, V] logits."""
+
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype) -> None:
+        """Raises ModelError when our reading of the output layer does not give the model's own logits."""
+        super().__init__(model, tokenizer, device, dtype)
+        self._verify_head()
+
+    @property
+    def head(self) -> Head:
+        """The output layer as it is now."""
+        layer = self.base.get_output_embeddings()
+        if layer is None:
+            raise ModelError(f"{type(self.base).__name__} has no output embedding; this architecture is not supported")
+        config = self.base.config.get_text_config()
+        scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere multiplies, Granite divides
+        scale /= float(getattr(config, "logits_scaling", None) or 1.0)
+        softcap = next((c for name in _SOFTCAPS if (c := getattr(config, name, None)) is not None), None)
+        return Head(layer.weight, getattr(layer, "bias", None), scale, softcap)
+
+    def logprobs(
+        self, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """log π(target) [B, T] and, when asked, the entropy [B, T], in nats: float32, 0 where ``loss_mask`` is False."""
+        return self._logprobs(self.hidden(batch), batch.targets_BT, batch.loss_mask_BT, temperature, with_entropy)
+
+    def _logprobs(
+        self, hidden_BTD: Tensor, targets_BT: Tensor, mask_BT: Tensor, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        head = self.head
+        with autocast(self.device, self.dtype):
+            return token_logprobs(
+                hidden_BTD,
+                head.weight_VD,
+                targets_BT,
+                mask_BT,
+                bias_V=head.bias_V,
+                temperature=temperature,
+                logit_scale=head.logit_scale,
+                softcap=head.softcap,
+                with_entropy=with_entropy,
+            )
+
+    @torch.no_grad()
+    def _verify_head(self) -> None:
+        vocabulary = self.head.weight_VD.shape[0]
+        generator = torch.Generator().manual_seed(0)
+        ids_BT = torch.randint(vocabulary, (1, 8), generator=generator).to(self.device)
+        ones_BT, positions_BT = torch.ones_like(ids_BT), torch.arange(8, device=self.device)[None]
+        with autocast(self.device, self.dtype):
+            logits_BTV = self.base(input_ids=ids_BT, attention_mask=ones_BT, position_ids=positions_BT).logits.float()
+        expected_BTV = logits_BTV.log_softmax(-1)
+        hidden_BTD = self._trunk(ids_BT, ones_BT, positions_BT)
+        spread = float(logits_BTV.abs().max())
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.02 + spread / 64  # bfloat16 has 8 bits
+        for targets_BT in (expected_BTV.argmax(-1), expected_BTV.argmin(-1), ids_BT):
+            own_BT, _ = self._logprobs(hidden_BTD, targets_BT, ones_BT.bool(), 1.0, False)
+            gap = float((own_BT - expected_BTV.gather(-1, targets_BT[..., None])[..., 0]).abs().max())
+            if not gap <= tolerance:
+                raise ModelError(
+                    f"{type(self.base).__name__} makes its logits in a way heedful does not know (log-probs differ by "
+                    f"{gap:.3g} nats); this architecture is not supported"
+                )
+
+
+@final
+class ScalarModel(Part):
+    """A reward or value model: one float32 number per sequence or per token."""
+
+    def __init__(self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype) -> None:
+        """The head is kept and computed in float32: scores are compared with each other, small differences count.
+
+        Raises:
+            ModelError: no score head with one output.
+        """
+        super().__init__(model, tokenizer, device, dtype)
+        self._head = scalar_head(self.base)
+        self._head.float()
+
+    def _scalars(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, enabled=False):
+            scalars: Tensor = self._head(hidden.float()).squeeze(-1)
+        return scalars
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """[B, T]: the scalar after each input token, so that entry t is the value of the state that predicts target t."""
+        return self._scalars(self.hidden(batch))
+
+    def values_after(self, ids_NT: Tensor) -> Tensor:
+        """[N]: the value after the last token of unpadded sequences (what is still to come of a cut answer)."""
+        return self.scores(ids_NT, torch.ones_like(ids_NT))
+
+    def scores(self, ids_NT: Tensor, attention_mask_NT: Tensor) -> Tensor:
+        """[N]: the scalar at the last attended token, whatever side the padding is on and whatever the pad id is.
+
+        Raises:
+            ModelError: a row without any token.
+        """
+        num_tokens_N = attention_mask_NT.sum(-1)
+        if not bool((num_tokens_N > 0).all()):
+            raise ModelError(f"row {int((num_tokens_N == 0).nonzero()[0])} of the batch to score has no tokens")
+        position_ids_NT = (attention_mask_NT.cumsum(-1) - 1).clamp(min=0)
+        hidden_NTD = self._trunk(ids_NT, attention_mask_NT, position_ids_NT)
+        last_N = position_ids_NT.argmax(-1)  # the first place of the largest position is the last attended token
+        rows_N = torch.arange(len(ids_NT), device=ids_NT.device)
+        return self._scalars(hidden_NTD[rows_N, last_N])
+
+    @torch.no_grad()
+    def score_texts(
+        self, prompts: Sequence[Sequence[Message]], answers: Sequence[str], *, micro_batch_tokens: int
+    ) -> list[float]:
+        """One score per (prompt, answer), in the order given, encoded by this model's own tokenizer and template.
+
+        An end token that is spelled out inside an answer is left out: it would end the answer early.
+
+        Args:
+            micro_batch_tokens: padded tokens per forward; sequences of like length share one.
+        """
+        from heedful.data.chat import answer_ids, end_token_ids, prompt_ids
+
+        if len(prompts) != len(answers):
+            raise ModelError(f"{len(prompts)} prompts but {len(answers)} answers to score")
+        ends = [self.tokenizer.convert_ids_to_tokens(id) for id in end_token_ids(self.tokenizer)]
+        sequences = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            for end in ends:
+                answer = answer.replace(end, "")
+            sequences.append(prompt_ids(self.tokenizer, prompt) + answer_ids(self.tokenizer, answer))
+        scores = [0.0] * len(sequences)
+        for rows in _by_length([len(s) for s in sequences], micro_batch_tokens):
+            width = len(sequences[rows[-1]])
+            ids_NT = torch.full((len(rows), width), self.pad_id)
+            mask_NT = torch.zeros(len(rows), width, dtype=torch.int64)
+            for n, row in enumerate(rows):
+                ids_NT[n, : len(sequences[row])] = torch.tensor(sequences[row])
+                mask_NT[n, : len(sequences[row])] = 1
+            found = self.scores(ids_NT.to(self.device), mask_NT.to(self.device)).tolist()
+            for row, score in zip(rows, found, strict=True):
+                scores[row] = score
+        return scores
+
+
+def _by_length(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[list[int]]:
+    """Row numbers in batches of rising length, each within the budget of padded tokens or a single row."""
+    batch: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+        if batch and (len(batch) + 1) * lengths[row] > micro_batch_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch

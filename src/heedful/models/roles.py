@@ -1,0 +1,159 @@
+"""Who plays which part in PPO, and the only place that knows which of them share weights.
+
+    with LoRA     policy = base + adapters            reference = the same base, adapters off
+                  value  = reward base + adapters     reward    = the same base and the original head, adapters off
+    without LoRA  four models
+
+Either way the reference computes by the same path as the policy (same weights' dtype, same autocast), so that the KL at
+step 0 is exactly 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from heedful.batches import TokenBatch
+from heedful.models.load import load_causal, load_scalar, load_tokenizer
+from heedful.models.lora import add_lora, is_adapted
+from heedful.models.parts import LanguageModel, ScalarModel
+from heedful.records import Message
+
+
+class LoraSettings(Protocol):
+    """What a recipe says about adapters (``config.recipe.LoraConfig``)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def alpha(self) -> float: ...
+    @property
+    def targets(self) -> str: ...
+    @property
+    def dropout(self) -> float: ...
+
+
+@final
+@dataclass(frozen=True)
+class Reference:
+    """The policy as it was at the start: the policy's own base without adapters, or a frozen model of its own."""
+
+    part: LanguageModel
+
+    def logprobs(
+        self, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`LanguageModel.logprobs`, without gradient."""
+        with torch.no_grad(), self.part.reference():
+            return self.part.logprobs(batch, temperature=temperature, with_entropy=with_entropy)
+
+
+@final
+@dataclass(frozen=True)
+class Reward:
+    """The reward model: the value model's own base and original head without adapters, or a frozen model of its own."""
+
+    part: ScalarModel
+
+    def scores(self, ids_NT: Tensor, attention_mask_NT: Tensor) -> Tensor:
+        """As :meth:`ScalarModel.scores`, without gradient."""
+        with torch.no_grad(), self.part.reference():
+            return self.part.scores(ids_NT, attention_mask_NT)
+
+    def score_texts(
+        self, prompts: Sequence[Sequence[Message]], answers: Sequence[str], *, micro_batch_tokens: int
+    ) -> list[float]:
+        """As :meth:`ScalarModel.score_texts`."""
+        with self.part.reference():
+            return self.part.score_texts(prompts, answers, micro_batch_tokens=micro_batch_tokens)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The four parts of PPO."""
+
+    policy: LanguageModel
+    reference: Reference
+    value: ScalarModel
+    reward: Reward
+
+
+def build_policy(
+    path: Path | str,
+    *,
+    lora: LoraSettings | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = "auto",
+    trained: bool = True,
+) -> LanguageModel:
+    """A language model part. Trained weights are float32; under adapters the frozen base is in the compute dtype.
+
+    ``trained=False`` without ``lora`` gives the frozen twin: float32 too, so that it computes as the trained one does.
+    """
+    weights = torch.float32 if lora is None else dtype
+    model = load_causal(path, dtype=weights, device=device, attention=attention)
+    if lora is not None:
+        model = add_lora(
+            model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dropout=lora.dropout, task="causal"
+        )
+    elif not trained:
+        model.requires_grad_(False)
+    return LanguageModel(model, load_tokenizer(path), device, dtype)
+
+
+def build_scalar(
+    path: Path | str,
+    *,
+    lora: LoraSettings | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = "auto",
+    new_head: bool = False,
+    seed: int = 0,
+    trained: bool = True,
+) -> ScalarModel:
+    """A reward or value part: from a reward folder, or with ``new_head`` from a language model's folder."""
+    weights = torch.float32 if lora is None else dtype
+    model = load_scalar(
+        path, dtype=weights, device=device, attention=attention, head="new" if new_head else "required", seed=seed
+    )
+    if lora is not None:
+        model = add_lora(
+            model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dropout=lora.dropout, task="scalar"
+        )
+    elif not trained:
+        model.requires_grad_(False)
+    return ScalarModel(model, load_tokenizer(path), device, dtype)
+
+
+def build_roles(
+    policy_path: Path | str,
+    reward_path: Path | str,
+    *,
+    policy_lora: LoraSettings | None,
+    value_lora: LoraSettings | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = "auto",
+) -> Roles:
+    """The four parts of PPO from an SFT policy's folder and a reward model's folder; values start as the reward model.
+
+    Raises:
+        ModelError: a folder that does not hold what its part needs.
+    """
+    policy = build_policy(policy_path, lora=policy_lora, device=device, dtype=dtype, attention=attention)
+    value = build_scalar(reward_path, lora=value_lora, device=device, dtype=dtype, attention=attention)
+    reference, reward = policy, value
+    if not is_adapted(policy.model):
+        reference = build_policy(
+            policy_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False
+        )
+    if not is_adapted(value.model):
+        reward = build_scalar(reward_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False)
+    return Roles(policy, Reference(reference), value, Reward(reward))
