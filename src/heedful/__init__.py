@@ -9,13 +9,13 @@ The rooms, in import order (a room imports only from rooms above it):
     batches     nouns that are not saved (tensors)
     config      what a run is
     runs        the run folder: layout, metrics, writer, reader
+    objectives  the mathematics, pure tensor functions
     data        text becomes tokens
     models      who plays each part
-    objectives  the mathematics, pure tensor functions
     rollout     the policy speaks, rewards are read
     control     knobs that move
+    evaluate    is it better: accuracy, gold score, win rate
     train       the loops: SFT, reward model, PPO
-    evaluate    is it better: gold score, win rate
     report      tell people: one HTML file
     pipeline    every stage in order, resumable
     cli         the command line

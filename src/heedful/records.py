@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, TypeVar
@@ -35,8 +34,8 @@ CATEGORIES = ("chat", "writing", "question_answering", "safety")
 
 
 @cache
-def _hints(cls: Hashable) -> dict[str, Any]:
-    return typing.get_type_hints(typing.cast(type, cls))
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class Record:
         missing = [name for name in required if name not in data]
         if missing:
             raise DataError(f"{cls.__name__}: missing key {missing[0]!r}")
-        hints = _hints(cls)
+        hints = _hints(cls)  # type: ignore[arg-type]
         return cls(**{name: _restore(hints[name], value) for name, value in data.items()})
 
 
@@ -237,7 +236,7 @@ class RewardCard(Record):
 
     model: str
     accuracy: float
-    """Held-out pair accuracy, every prompt weighted equally; ties in the labels left out, equal scores count one half."""
+    """Held-out pair accuracy, prompts weighted equally; ties in the labels left out, equal scores count one half."""
     accuracy_low: float
     accuracy_high: float
     """95 % bootstrap interval, prompts resampled."""

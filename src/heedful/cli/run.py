@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 VERBS = {
-    "quickstart": "the whole pipeline on SmolLM2-135M with data that ships with heedful; about ten minutes on two cores",
+    "quickstart": "the whole pipeline on SmolLM2-135M and data that ships with heedful, about ten minutes on two cores",
     "run": "every stage of a recipe in order",
     "sft": "only the sft stage of a recipe",
     "reward": "only the reward stage of a recipe (the sft stage must be finished, if the recipe has one)",

@@ -14,7 +14,7 @@ from heedful.errors import ModelError
 from heedful.models.folders import atomic_folder, quiet
 from heedful.models.load import scalar_head
 from heedful.models.lora import base_of, is_adapted, merged_state, num_merged
-from heedful.models.tokens import agree
+from heedful.models.tokens import agree, end_ids
 from heedful.records import RewardCard
 
 
@@ -63,6 +63,8 @@ def save_reward(
         ModelError: a head with other than one output, or a pad token that ends turns.
     """
     scalar_head(base_of(model))
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id in end_ids(tokenizer, base_of(model)):
+        raise ModelError("the pad token ends turns too, so other tools would score one token early; call ensure_pad first")
     extra: dict[str, Any] = {"reward_norm.json": {"mean": score_mean, "std": score_std}}
     if card is not None:
         extra["reward_card.json"] = card.to_json()
@@ -81,7 +83,7 @@ def _save(
     merged = num_merged(model)
     if is_adapted(model) and dtype is None:
         dtype = torch.float32
-    plain = plain_model(model, dtype=dtype)
+    plain = _plain_model(model, dtype=dtype)
     for name, value in settings.items():
         setattr(plain.config, name, value)
     agree(tokenizer, plain)
@@ -97,7 +99,7 @@ def _save(
     return merged
 
 
-def plain_model(model: Any, *, dtype: torch.dtype | None = None) -> Any:
+def _plain_model(model: Any, *, dtype: torch.dtype | None = None) -> Any:
     """A model of the plain class around the merged weights; untouched weights are shared with the live model.
 
     Raises:
@@ -106,9 +108,10 @@ def plain_model(model: Any, *, dtype: torch.dtype | None = None) -> Any:
     base = base_of(model)
     state = dict(merged_state(model, dtype=dtype))
     config = copy.deepcopy(base.config)
+    if _trained_apart(base, state):
+        config.tie_word_embeddings = False  # else the reloaded model would have the embedding for its head
     with torch.device("meta"):
         plain = type(base)(config)
-    _untie_where_trained_apart(plain, state)
     try:
         plain.load_state_dict(state, assign=True)
     except RuntimeError as error:
@@ -119,14 +122,14 @@ def plain_model(model: Any, *, dtype: torch.dtype | None = None) -> Any:
     return plain.eval()
 
 
-def _untie_where_trained_apart(plain: Any, state: dict[str, torch.Tensor]) -> None:
-    """A config that still says "tied" after embedding and head were trained apart loses the head on reload."""
-    if not plain.config.tie_word_embeddings or plain.get_output_embeddings() is None:
-        return
-    names = {id(m): n for n, m in plain.named_modules()}
-    tied = [state.get(f"{names[id(m)]}.weight") for m in (plain.get_input_embeddings(), plain.get_output_embeddings())]
-    if tied[0] is not None and tied[1] is not None and not torch.equal(tied[0], tied[1]):
-        plain.config.tie_word_embeddings = False
+def _trained_apart(base: Any, state: dict[str, torch.Tensor]) -> bool:
+    """The config says that embedding and head are tied, but their weights differ."""
+    layers = base.get_input_embeddings(), base.get_output_embeddings()
+    if not base.config.tie_word_embeddings or layers[1] is None:
+        return False
+    names = {id(module): name for name, module in base.named_modules()}
+    first, second = (state.get(f"{names[id(layer)]}.weight") for layer in layers)
+    return first is not None and second is not None and not torch.equal(first, second)
 
 
 def _vocabulary_grew(model: Any) -> bool:

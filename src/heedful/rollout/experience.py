@@ -48,10 +48,11 @@ def partition(lengths: Sequence[int], config: PPOConfig, generator: torch.Genera
     order = torch.randperm(len(lengths), generator=generator).tolist()
     size = config.samples_per_minibatch
     minibatches = [order[i : i + size] for i in range(0, len(order), size)]
-    return [
-        [[rows[i] for i in group] for group in token_budget_batches([lengths[r] for r in rows], config.micro_batch_tokens)]
-        for rows in minibatches
-    ]
+    cut: Partition = []
+    for rows in minibatches:
+        groups = token_budget_batches([lengths[r] for r in rows], config.micro_batch_tokens)
+        cut.append([[rows[i] for i in group] for group in groups])
+    return cut
 
 
 def select(batch: ExperienceBatch, rows: Sequence[int]) -> ExperienceBatch:

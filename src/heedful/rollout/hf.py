@@ -40,15 +40,14 @@ class _Row:
 class HFEngine:
     """Decodes with transformers in this process."""
 
-    def __init__(self, policy: LanguageModel, end_ids: Sequence[int], *, batch_size: int = 64, version: int = 0) -> None:
+    def __init__(self, policy: LanguageModel, end_ids: Sequence[int], *, batch_size: int = 64) -> None:
         self._tokenizer = policy.tokenizer
         self._device = policy.device
         self._end_ids = torch.tensor(sorted(end_ids), device=policy.device)
         self._pad_id = int(policy.tokenizer.pad_token_id)
         self._batch_size = batch_size
         self._model = _inference_copy(policy)
-        self._version = version
-        self.sync(policy, version=version)
+        self.sync(policy, version=0)
 
     @torch.no_grad()
     def sync(self, policy: LanguageModel, *, version: int) -> None:

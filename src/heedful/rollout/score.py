@@ -69,7 +69,8 @@ def score(
                     f"{completion.sample_index}; a reward must be a finite number"
                 )
         parts[source.name] = [float(v) for v in values]
-    return [
-        Rollout(c, {name: values[i] for name, values in parts.items()}, sum(s.weight * parts[s.name][i] for s in sources))
-        for i, c in enumerate(completions)
-    ]
+    rollouts = []
+    for i, completion in enumerate(completions):
+        own = {name: values[i] for name, values in parts.items()}
+        rollouts.append(Rollout(completion, own, sum(s.weight * own[s.name] for s in sources)))
+    return rollouts

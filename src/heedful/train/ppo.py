@@ -42,7 +42,8 @@ def train_ppo(
 ) -> dict[str, Any]:
     """Train ``roles.policy`` and ``roles.value`` in place and return the stage's results."""
     end_ids = end_token_ids(roles.policy.tokenizer)
-    stream = EpochStream(len(prompts), config.prompts_per_step, seed, fingerprint=fingerprint(ids for _, ids in prompts))
+    of_data = fingerprint(ids for _, ids in prompts)
+    stream = EpochStream(len(prompts), config.prompts_per_step, seed, fingerprint=of_data)
     updates = config.steps * config.epochs * config.minibatches
     policy_updates = updates - config.value_warmup_steps * config.epochs * config.minibatches
     policy_optimisation = Optimisation(

@@ -35,7 +35,8 @@ def train_reward(
 
     Every prompt weighs the same: the mean over the pairs of its ranking, then the mean over the prompts of the step.
     """
-    stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=fingerprint(s.sequences for s in samples))
+    of_data = fingerprint(s.sequences for s in samples)
+    stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=of_data)
     total_steps = stream.num_steps(config.epochs)
     optimisation = Optimisation("reward", model.trainable_parameters(), config.optimizer, total_steps)
 

@@ -1,0 +1,111 @@
+"""Recipes are read exactly or refused with file, line, key and advice."""
+
+import pytest
+
+from heedful.config.read import dotted_keys, help_text, load_recipe, recipe_path, to_yaml
+from heedful.config.recipe import Recipe
+from heedful.errors import ConfigError
+
+SFT = "data: {demonstrations: d.jsonl}\nsft:\n"
+
+
+def write(tmp_path, text):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("written", ["1e-5", "1.0e-5", "0.00001", '"1e-5"', "1E-5", "+1e-5"])
+def test_CLI_01_a_rate_is_a_number_however_it_is_written(tmp_path, written):
+    recipe = load_recipe(write(tmp_path, f"{SFT}  optimizer: {{learning_rate: {written}}}\n"))
+    assert recipe.sft.optimizer.learning_rate == 1e-5
+    assert "learning_rate: 1.0e-05" in to_yaml(recipe)
+
+
+def test_CLI_01_a_word_is_refused_with_key_and_value(tmp_path):
+    with pytest.raises(ConfigError, match=r"recipe.yaml line 4: sft.optimizer.learning_rate: .*'abc'"):
+        load_recipe(write(tmp_path, f"{SFT}  optimizer:\n    learning_rate: abc\n"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sft:\n  optimizer: {learning_rte: 1e-5}", r"line 2: unknown key 'sft.optimizer.learning_rte'; did you mean sft.optimizer.learning_rate"),
+        ("sft:\n  learning_rate: 1e-5", r"line 2: unknown key 'sft.learning_rate'; did you mean sft.optimizer.learning_rate"),
+        ("sft:\n  num-epochs: 3", r"line 2: unknown key 'sft.num-epochs'; did you mean sft.epochs"),
+        ("ppo_steps: 3", r"line 1: unknown key 'ppo_steps'"),
+    ],
+)  # fmt: skip
+def test_CLI_02_unknown_keys_are_refused_with_the_nearest(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(write(tmp_path, text))
+
+
+def test_CLI_02_unknown_override_is_refused():
+    with pytest.raises(ConfigError, match=r"unknown option --ppo.stps; did you mean ppo.steps"):
+        load_recipe("quickstart", ["--ppo.stps", "3"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is a YAML mapping"),
+        ("- 1", "is a YAML mapping"),
+        ("a: [", "line 1: not valid YAML"),
+        ("name: x", "needs at least one stage"),
+        ("sft: {}", "needs data.demonstrations"),
+        ("reward: {}", "needs data.rankings"),
+        ("ppo: {}\ndata: {prompts: p}", "needs a reward stage or model.reward"),
+        ("evaluate: {}", "needs an sft or a ppo stage"),
+        ("name: ../x\nsft: {}", "name: "),
+        ("data: {rankings: r}\nreward: {}\nppo: {prompts_per_step: 6, minibatches: 4}", "must divide"),
+    ],
+)
+def test_a_recipe_without_what_it_needs_is_refused_in_one_sentence(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_recipe(write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_text_is_refused(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(b"\xff\xfe\x00name")
+    with pytest.raises(ConfigError, match="cannot be read as UTF-8"):
+        load_recipe(path)
+
+
+def test_an_unknown_recipe_lists_those_that_ship():
+    with pytest.raises(ConfigError, match="quickstart"):
+        recipe_path("quickstrat.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        (["--ppo.steps", "3"], 3), (["--ppo.steps=3"], 3), (["--ppo.lora.rank", "4"], 4), (["--ppo.lora", "null"], None),
+        (["--ppo.optimizer.learning_rate", "1e-5"], 1e-5), (["--data.prompts", "file.jsonl"], "file.jsonl"),
+    ],
+)  # fmt: skip
+def test_overrides_reach_their_field(override, value):
+    found = load_recipe("quickstart", override)
+    for part in override[0].removeprefix("--").split("=")[0].split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize("override", [["--ppo.steps"], ["ppo.steps", "3"], ["--ppo.steps", "0"], ["--ppo.steps", "x"]])
+def test_bad_overrides_are_refused(override):
+    with pytest.raises(ConfigError):
+        load_recipe("quickstart", override)
+
+
+def test_the_resolved_recipe_reads_back_equal(tmp_path):
+    recipe = load_recipe("quickstart")
+    assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
+
+
+def test_help_explains_every_key():
+    text = help_text()
+    for key in dotted_keys(Recipe):
+        assert f"--{key}  (" in text or f"{key}: " in text, key
+    assert "        \n" not in text, "a key without a description"
