@@ -1,4 +1,4 @@
-"""What the numeric tests compare with: the largest and the mean difference, poison at masked places, finite differences."""
+"""How the numeric tests compare: largest and mean difference, poison at masked places, finite differences."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_poison_at_masked_places_changes_nothing():
     logprobs, mask = -torch.rand(2, 3), mask_of([1, 2], 3)
     for poison in POISONS:
         bad = poisoned(logprobs, mask, poison)
-        out = likelihood.token_nll(bad, mask, denominator=3)
+        out = likelihood.token_nll(bad.requires_grad_(), mask, denominator=3)
         assert_close(out.loss, likelihood.token_nll(logprobs, mask, denominator=3).loss, largest=0.0)
         assert not out.metrics["nll_nats"].requires_grad
         grad = gradient(lambda x: likelihood.token_nll(x, mask, denominator=3).loss, bad)

@@ -132,10 +132,10 @@ def test_CLI_05_no_tensor_of_length_times_vocabulary():
     reference = (hidden + 0.1).detach()
     for with_entropy in (False, True):
         h, w, b = leaves(hidden, weight, bias)
-        saved = []
+        saved: list[torch.Tensor] = []
         with (
             LargestTensor() as seen,
-            torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x),
+            torch.autograd.graph.saved_tensors_hooks(lambda x, s=saved: s.append(x) or x, lambda x: x),
         ):
             lp, entropy = logprobs.token_logprobs(
                 h, w, targets, mask, bias_V=b, softcap=3.0, chunk_tokens=chunk, with_entropy=with_entropy

@@ -84,6 +84,8 @@ def test_poison_at_masked_places_changes_nothing():
         grad = gradient(lambda x: masked.whiten(x, mask_BT)[0, 0], bad_BT)
         assert_close(grad, gradient(lambda x: masked.whiten(x, mask_BT)[0, 0], x_BT), largest=0.0)
         assert_close(grad[~mask_BT], torch.zeros(8), largest=0.0)
+        grad = gradient(lambda x: masked.whiten(x, mask_BT, mean=torch.tensor(0.1))[0, 0], bad_BT)
+        assert bool(grad.isfinite().all())
 
 
 def test_RES_10_whitening_over_all_ranks():

@@ -56,6 +56,19 @@ def test_PPO_13_policy_loss_and_active_clips():
     assert_close(out.metrics["dual_clip_fraction"], 0.0)
 
 
+def test_ratio_metrics_see_both_sides():
+    out = one(0.2, 1.0)
+    assert_close(out.metrics["ratio_max"], 0.2)
+    assert_close(out.metrics["ratio_deviation_max"], 0.8)
+
+
+def test_low_precision_is_subtracted_in_float32():
+    bf16 = torch.tensor([[-20.0, -0.0703125]], dtype=torch.bfloat16)
+    out = policy.ppo_clip(bf16[:, :1], bf16[:, 1:], torch.ones(1, 1).bfloat16(), mask_of([1], 1), denominator=1, **CLIP)
+    assert out.loss.dtype == torch.float32
+    assert_close(out.metrics["ratio_mean"] / math.exp(-20 + 0.0703125), 1.0, largest=1e-5)
+
+
 def test_asymmetric_clip():
     assert_close(one(1.5, 1.0, clip_high=0.3).loss, -1.3)
     assert_close(one(1.5, 1.0, clip_high=0.3, clip_low=0.1).loss, -1.3)
@@ -163,7 +176,7 @@ def test_poison_empty_and_extreme_inputs_stay_finite():
     right = policy.ppo_clip(*streams, mask, denominator=4, **CLIP)
     for poison in POISONS:
         bad = [poisoned(x, mask, poison) for x in streams]
-        out = policy.ppo_clip(*bad, mask, denominator=4, **CLIP)
+        out = policy.ppo_clip(bad[0].requires_grad_(), *bad[1:], mask, denominator=4, **CLIP)
         assert_close(out.loss, right.loss, largest=0.0)
         for name, value in out.metrics.items():
             assert_close(value, right.metrics[name], largest=0.0)

@@ -65,6 +65,15 @@ def test_poison_at_masked_places_changes_nothing():
         assert_close(actual, right, largest=0.0)
 
 
+def test_low_precision_is_multiplied_in_float32():
+    kl = torch.full((1, 2), 0.1, dtype=torch.bfloat16)
+    coefficient = torch.tensor([[0.3]], dtype=torch.bfloat16)
+    rewards = shaping.token_rewards(torch.tensor([20.0]).bfloat16(), kl, mask_of([2], 2), kl_coefficient=coefficient)
+    assert rewards.dtype == torch.float32
+    product = float(kl[0, 0]) * float(coefficient[0, 0])
+    assert_close(rewards, torch.tensor([[-product, 20 - product]]), largest=1e-6)
+
+
 def test_penalty_without_finished_is_refused():
     try:
         shaping.token_rewards(

@@ -17,6 +17,9 @@ def test_PPO_13_value_loss():
     assert_close(both.metrics["value_clip_fraction"], 0.5)
     assert_close(both.metrics["value_mean"], 0.9)
     assert_close(both.metrics["return_mean"], 1.0)
+    away = value.clipped_mse(-new, old, ret, mask_of([2], 2), denominator=2, clip=0.2)  # clipped error is the smaller
+    assert_close(away.loss, (2.2**2 + 1.6**2) / 4)
+    assert_close(away.metrics["value_clip_fraction"], 0.0)
     below = value.clipped_mse(-new, -old, -ret, mask_of([2], 2), denominator=2, clip=0.2)
     assert_close(below.loss, 0.0625)
 
@@ -67,7 +70,7 @@ def test_poison_and_empty_mask():
     right_explained = value.explained_variance(streams[0], streams[2], mask)
     for poison in POISONS:
         bad = [poisoned(x, mask, poison) for x in streams]
-        out = value.clipped_mse(*bad, mask, denominator=4, clip=0.2)
+        out = value.clipped_mse(bad[0].requires_grad_(), *bad[1:], mask, denominator=4, clip=0.2)
         assert_close(out.loss, right.loss, largest=0.0)
         for name, number in out.metrics.items():
             assert_close(number, right.metrics[name], largest=0.0)

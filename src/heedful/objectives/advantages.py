@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from heedful.objectives.masked import counted
+from heedful.objectives.masked import at_least_float32, counted
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ def gae(
     Returns:
         advantages and returns, float32, 0 at masked places, without gradient. Advantages are not whitened.
     """
-    rewards_TB, values_TB = counted(rewards_BT, loss_mask_BT).T, counted(values_BT, loss_mask_BT).T
+    rewards_TB, values_TB = at_least_float32(rewards_BT).T, at_least_float32(values_BT).T
     advantages_TB = torch.zeros_like(values_TB)
     next_value_B = torch.zeros_like(values_TB[0]) if bootstrap_B is None else bootstrap_B.to(values_TB)
     next_advantage_B = torch.zeros_like(next_value_B)

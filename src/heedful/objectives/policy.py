@@ -48,10 +48,9 @@ def ppo_clip(
         micro-batches; ``ratio_max`` and ``ratio_deviation_max`` (largest distance of ρ from 1, which is 0 on the first
         minibatch), of which one takes the maximum.
     """
-    logprobs_BT = masked.counted(logprobs_BT, loss_mask_BT)
-    old_logprobs_BT = masked.counted(old_logprobs_BT, loss_mask_BT).detach()
-    advantages_BT = masked.counted(advantages_BT, loss_mask_BT).detach()
-    ratio_BT = (logprobs_BT - old_logprobs_BT).clamp(max=_MAX_LOG_RATIO).exp()
+    advantages_BT = masked.at_least_float32(advantages_BT).detach()
+    log_ratio_BT = masked.at_least_float32(logprobs_BT) - masked.at_least_float32(old_logprobs_BT).detach()
+    ratio_BT = masked.counted(log_ratio_BT, loss_mask_BT).clamp(max=_MAX_LOG_RATIO).exp()
     plain_BT = -advantages_BT * ratio_BT
     clipped_BT = -advantages_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     loss_BT = torch.maximum(plain_BT, clipped_BT)

@@ -47,7 +47,6 @@ def token_rewards(
         if finished_B is None:
             raise ValueError("missing_end_penalty needs finished_B, which tells the answers that ended by themselves")
         scores_B = torch.where(finished_B, scores_B, scores_B - missing_end_penalty)
-    num_later_BT = loss_mask_BT.flip(1).cumsum(1).flip(1)
-    last_BT = loss_mask_BT & (num_later_BT == 1)
-    score_BT = counted(scores_B[:, None].expand_as(kl_BT), last_BT)
-    return counted(score_BT - kl_coefficient * counted(kl_BT, loss_mask_BT), loss_mask_BT)
+    num_left_BT = loss_mask_BT.flip(1).cumsum(1).flip(1)
+    score_BT = torch.where(num_left_BT == 1, scores_B[:, None], 0.0)
+    return counted(score_BT - kl_coefficient * at_least_float32(kl_BT), loss_mask_BT)

@@ -38,8 +38,8 @@ def clipped_mse(
         gradient flows), ``value_mean``, ``return_mean``, which add up over micro-batches.
     """
     values_BT = masked.counted(values_BT, loss_mask_BT)
-    old_values_BT = masked.counted(old_values_BT, loss_mask_BT).detach()
-    returns_BT = masked.counted(returns_BT, loss_mask_BT).detach()
+    old_values_BT = masked.at_least_float32(old_values_BT).detach()
+    returns_BT = masked.at_least_float32(returns_BT).detach()
     plain_BT = (values_BT - returns_BT) ** 2
     clipped_BT = plain_BT
     if clip is not None:

@@ -1,0 +1,277 @@
+"""The tests of the objectives must notice a wrong sign, mask, denominator, clip or index.
+
+Each mutant is one small change of the source. It is loaded as a module, put in the place of the real one in that
+module's own test file, and the tests of that file run until one fails. A mutant that survives is a hole in the tests,
+or shows that the code it changes is not needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+MUTANTS: dict[str, list[tuple[str, str]]] = {
+    "masked": [
+        ("torch.where(loss_mask_BT, at_least_float32(x_BT), 0.0)", "at_least_float32(x_BT) * loss_mask_BT"),
+        ("torch.where(loss_mask_BT, at_least_float32(x_BT), 0.0)", "at_least_float32(x_BT)"),
+        (
+            "torch.where(loss_mask_BT, at_least_float32(x_BT), 0.0)",
+            "torch.where(~loss_mask_BT, at_least_float32(x_BT), 0.0)",
+        ),
+        ("torch.where(loss_mask_BT, at_least_float32(x_BT), 0.0)", "torch.where(loss_mask_BT, x_BT, 0.0)"),
+        ("x_BT.shape != loss_mask_BT.shape", "x_BT.ndim != loss_mask_BT.ndim"),
+        ("count = loss_mask_BT.sum() if denominator is None", "count = loss_mask_BT.numel() if denominator is None"),
+        ("torch.where(count == 0, torch.ones_like(count), count)", "count"),
+        ("torch.where(count == 0, torch.ones_like(count), count)", "count.clamp(min=1)"),
+        ("count - 1 if unbiased else count", "count if unbiased else count - 1"),
+        ("count - 1 if unbiased else count", "count"),
+        (
+            "return counted(once_BT - _mean(once_BT, loss_mask_BT), loss_mask_BT)",
+            "return counted(once_BT, loss_mask_BT)",
+        ),
+        ("counted(x_BT - mean, loss_mask_BT)", "(x_BT - mean)"),
+        ("counted(x_BT - mean, loss_mask_BT)", "_deviation(x_BT, loss_mask_BT)"),
+        ("torch.rsqrt(var + eps)", "torch.rsqrt(var)"),
+        ("torch.rsqrt(var + eps)", "1 / (var.sqrt() + eps)"),
+        ("    if var is None:\n        var =", "    if True:\n        var ="),
+        ("if not shift_mean:", "if shift_mean:"),
+        ("if mean is None else mean)\n    return", "if True else mean)\n    return"),
+        ("return counted(white_BT, loss_mask_BT)", "return white_BT"),
+    ],
+    "kl": [
+        (
+            "at_least_float32(logprobs_BT) - at_least_float32(reference_logprobs_BT)",
+            "at_least_float32(reference_logprobs_BT) - at_least_float32(logprobs_BT)",
+        ),
+        (
+            "at_least_float32(logprobs_BT) - at_least_float32(reference_logprobs_BT)",
+            "(logprobs_BT - reference_logprobs_BT.to(logprobs_BT.dtype)).float()",
+        ),
+        ("rho_BT**2 / 2", "rho_BT**2"),
+        ("(-rho_BT).clamp(max=_MAX_EXPONENT)", "(-rho_BT)"),
+        ("(-rho_BT).clamp(max=_MAX_EXPONENT)", "rho_BT.clamp(max=_MAX_EXPONENT)"),
+        (" + tangent * beyond_BT", ""),
+        (" + tangent * beyond_BT", " - tangent * beyond_BT"),
+        ("beyond_BT + rho_BT", "beyond_BT - rho_BT"),
+        ("torch.expm1(exponent_BT)", "torch.exp(exponent_BT) - 1"),
+        ("torch.expm1(exponent_BT)", "torch.exp(exponent_BT)"),
+        ("return rho_BT.abs()", "return rho_BT"),
+        ('kind: Kind = "k1"', 'kind: Kind = "k3"'),
+        ("(logp_BTV.exp() * difference_BTV)", "(logq_BTV.exp() * difference_BTV)"),
+        ("torch.where(possible_BTV, logq_BTV, 0.0)", "logq_BTV"),
+        (
+            "logq_BTV = torch.log_softmax(at_least_float32(reference_logits_BTV), dim=-1)",
+            "logq_BTV = reference_logits_BTV",
+        ),
+    ],
+    "advantages": [
+        ("- values_TB[t]\n", "+ values_TB[t]\n"),
+        ("gamma * next_value_B", "next_value_B"),
+        ("gamma * lam * next_advantage_B", "gamma * next_advantage_B"),
+        ("gamma * lam * next_advantage_B", "lam * next_advantage_B"),
+        ("lam * next_advantage_B, next_advantage_B)", "lam * next_advantage_B, 0 * next_advantage_B)"),
+        ("torch.where(counts_B, values_TB[t], next_value_B)", "values_TB[t]"),
+        ("range(len(rewards_TB) - 1, -1, -1)", "range(len(rewards_TB) - 1, 0, -1)"),
+        ("range(len(rewards_TB) - 1, -1, -1)", "range(len(rewards_TB) - 2, -1, -1)"),
+        ("range(len(rewards_TB) - 1, -1, -1)", "range(len(rewards_TB))"),
+        (
+            "torch.zeros_like(values_TB[0]) if bootstrap_B is None else bootstrap_B.to(values_TB)",
+            "torch.zeros_like(values_TB[0])",
+        ),
+        ("advantages_BT = counted(advantages_TB.T, loss_mask_BT)", "advantages_BT = advantages_TB.T"),
+        ("advantages_BT + values_TB.T", "advantages_BT - values_TB.T"),
+        ("advantages_BT + values_TB.T", "advantages_BT"),
+        ("at_least_float32(values_BT).T", "values_BT.T"),
+        ("torch.where(counts_B, delta_B +", "torch.where(counts_B | True, delta_B +"),
+        ("@torch.no_grad()\n", ""),
+    ],
+    "shaping": [
+        ("score_BT - kl_coefficient", "score_BT + kl_coefficient"),
+        ("at_least_float32(kl_BT)", "kl_BT"),
+        ("at_least_float32(kl_BT)", "at_least_float32(kl_BT) * (num_left_BT > 1)"),
+        ("return counted(score_BT -", "return (score_BT -"),
+        ("at_least_float32(kl_BT), loss_mask_BT)", "at_least_float32(kl_BT)) * loss_mask_BT"),
+        ("num_left_BT == 1", "num_left_BT == 0"),
+        ("num_left_BT == 1", "num_left_BT == 2"),
+        ("num_left_BT == 1", "num_left_BT >= 1"),
+        ("loss_mask_BT.flip(1).cumsum(1).flip(1)", "loss_mask_BT.cumsum(1)"),
+        ("scores_B.clamp(-score_clip, score_clip)", "scores_B.clamp(max=score_clip)"),
+        ("scores_B.clamp(-score_clip, score_clip)", "scores_B.clamp(min=-score_clip)"),
+        (
+            "torch.where(finished_B, scores_B, scores_B - missing",
+            "torch.where(~finished_B, scores_B, scores_B - missing",
+        ),
+        ("scores_B - missing_end_penalty", "scores_B + missing_end_penalty"),
+        ("scores_B - missing_end_penalty", "-missing_end_penalty"),
+    ],
+    "policy": [
+        ("masked.counted(log_ratio_BT, loss_mask_BT)", "masked.counted(-log_ratio_BT, loss_mask_BT)"),
+        ("masked.counted(log_ratio_BT, loss_mask_BT)", "log_ratio_BT"),
+        ("masked.counted(log_ratio_BT, loss_mask_BT)", "(log_ratio_BT * loss_mask_BT)"),
+        (".clamp(max=_MAX_LOG_RATIO).exp()", ".exp()"),
+        ("masked.at_least_float32(old_logprobs_BT).detach()", "masked.at_least_float32(old_logprobs_BT)"),
+        (
+            "masked.at_least_float32(logprobs_BT) - masked.at_least_float32(old_logprobs_BT)",
+            "logprobs_BT - old_logprobs_BT",
+        ),
+        ("masked.at_least_float32(advantages_BT).detach()", "masked.at_least_float32(advantages_BT)"),
+        ("    with torch.no_grad():\n", "    if True:\n"),
+        ("plain_BT = -advantages_BT", "plain_BT = advantages_BT"),
+        ("clipped_BT = -advantages_BT", "clipped_BT = advantages_BT"),
+        ("clamp(1 - clip_low, 1 + clip_high)", "clamp(1 - clip_high, 1 + clip_low)"),
+        ("clamp(1 - clip_low, 1 + clip_high)", "clamp(max=1 + clip_high)"),
+        ("clamp(1 - clip_low, 1 + clip_high)", "clamp(min=1 - clip_low)"),
+        ("torch.maximum(plain_BT, clipped_BT)", "torch.minimum(plain_BT, clipped_BT)"),
+        ("torch.maximum(plain_BT, clipped_BT)", "clipped_BT"),
+        ("advantages_BT < 0", "advantages_BT > 0"),
+        ("-advantages_BT * dual_clip", "-advantages_BT * (dual_clip - 1)"),
+        (
+            "torch.minimum(loss_BT, ceiling_BT), loss_mask_BT, denominator=denominator",
+            "torch.minimum(loss_BT, ceiling_BT), loss_mask_BT",
+        ),
+        ("(clipped_BT > plain_BT).float()", "(clipped_BT != plain_BT).float()"),
+        ("(clipped_BT > plain_BT).float()", "(clipped_BT >= plain_BT).float()"),
+        ("(loss_BT > ceiling_BT)", "(loss_BT < ceiling_BT)"),
+        ("masked.mean(x, loss_mask_BT, denominator=denominator)", "masked.mean(x, loss_mask_BT)"),
+        ('kl.estimate(old_logprobs_BT, logprobs_BT, "k3")', 'kl.estimate(logprobs_BT, old_logprobs_BT, "k3")'),
+        ("(ratio_BT - 1).abs()", "ratio_BT - 1"),
+    ],
+    "value": [
+        ("(-clip, clip)", "(-clip, 2 * clip)"),
+        ("(-clip, clip)", "(0, clip)"),
+        ("old_values_BT + (values_BT - old_values_BT)", "returns_BT + (values_BT - old_values_BT)"),
+        ("torch.maximum(plain_BT, clipped_BT) / 2", "torch.minimum(plain_BT, clipped_BT) / 2"),
+        ("torch.maximum(plain_BT, clipped_BT) / 2", "torch.maximum(plain_BT, clipped_BT)"),
+        ("/ 2, loss_mask_BT, denominator=denominator", "/ 2, loss_mask_BT"),
+        ("values_BT = masked.counted(values_BT, loss_mask_BT)\n    old", "old"),
+        ("masked.counted(values_BT, loss_mask_BT)", "values_BT * loss_mask_BT"),
+        ('"value_mean": values_BT.detach()', '"value_mean": values_BT'),
+        ("(clipped_BT > plain_BT)", "(clipped_BT != plain_BT)"),
+        ("(clipped_BT > plain_BT)", "(clipped_BT < plain_BT)"),
+        ("masked.mean(x, loss_mask_BT, denominator=denominator)", "masked.mean(x, loss_mask_BT)"),
+        (
+            "masked.var(returns_BT - values_BT, loss_mask_BT)",
+            "masked.mean((returns_BT - values_BT) ** 2, loss_mask_BT)",
+        ),
+        ("1 - left / torch", "left / torch"),
+        ("total > 1e-12 *", "total >= 0 *"),
+    ],
+    "preference": [
+        ("masked.at_least_float32(chosen_N) - masked.at_least_float32(rejected_N)", "(rejected_N - chosen_N).float()"),
+        ("masked.at_least_float32(chosen_N) - masked.at_least_float32(rejected_N)", "chosen_N - rejected_N"),
+        ("difference_N - margin_N", "difference_N + margin_N"),
+        ("masked.mean(_correct(difference_N)", "masked.mean(_correct(target_N)"),
+        ("scores_PK = masked.counted(scores_PK, mask_PK)", "scores_PK = scores_PK.float()"),
+        ("scores_PK[:, :, None] - scores_PK[:, None, :]", "scores_PK[:, None, :] - scores_PK[:, :, None]"),
+        ("num_pairs_P.clamp(min=1)[:, None, None]", "num_pairs_P.clamp(min=1).max()"),
+        ("num_pairs_P.clamp(min=1)[:, None, None]", "num_pairs_P[:, None, None]"),
+        ("num_prompts(ranks_PK, mask_PK) if denominator is None", "len(scores_PK) if denominator is None"),
+        ("if denominator is None else denominator\n\n", "if True else denominator\n\n"),
+        ("mask_PK[:, :, None] & mask_PK[:, None, :]", "mask_PK[:, :, None] | mask_PK[:, None, :]"),
+        ("ranks_PK[:, :, None] < ranks_PK[:, None, :]", "ranks_PK[:, :, None] > ranks_PK[:, None, :]"),
+        ("ranks_PK[:, :, None] < ranks_PK[:, None, :]", "ranks_PK[:, :, None] <= ranks_PK[:, None, :]"),
+        ("-(1 - label_smoothing) * logsigmoid(difference)", "-logsigmoid(difference)"),
+        ("- label_smoothing * logsigmoid(-difference)", "+ label_smoothing * logsigmoid(-difference)"),
+        ("- label_smoothing * logsigmoid(-difference)", "- label_smoothing * logsigmoid(difference)"),
+        ("-(1 - label_smoothing) * logsigmoid(difference)", "-(1 - label_smoothing) * torch.sigmoid(difference).log()"),
+        ("not 0 <= label_smoothing < 0.5", "not 0 <= label_smoothing <= 0.5"),
+        (
+            "name: x.detach() for name, x in metrics.items()})\n\n\ndef better",
+            "name: x for name, x in metrics.items()})\n\n\ndef better",
+        ),
+        ("(difference > 0).float()", "(difference >= 0).float()"),
+        ("0.5 * (difference == 0)", "0.0 * (difference == 0)"),
+    ],
+    "likelihood": [
+        ("loss = -masked", "loss = masked"),
+        (", loss_mask_BT, denominator=denominator", ", loss_mask_BT"),
+        (
+            "masked.mean(logprobs_BT, loss_mask_BT, denominator=denominator)",
+            "(logprobs_BT * loss_mask_BT).sum() / denominator",
+        ),
+        ("loss.detach()", "loss"),
+    ],
+    "logprobs": [
+        ("hidden_BTD[loss_mask_BT].to(dtype)", "hidden_BTD[loss_mask_BT]"),
+        ("zeros_BT.masked_scatter(loss_mask_BT, x_N)", "zeros_BT.masked_scatter(loss_mask_BT, x_N.flip(0))"),
+        ("at_least_float32(a @ b)", "a @ b"),
+        ("start + self.chunk_tokens, num_rows)", "start + self.chunk_tokens, num_rows - 1)"),
+        ("logits_CV *= self.logit_scale", "pass"),
+        (".tanh_().mul_(self.softcap)", ".tanh_()"),
+        ("return logits_CV.div_(self.temperature)", "return logits_CV.mul_(self.temperature)"),
+        ("self.temperature / self.softcap", "1 / self.softcap"),
+        ("            grad_CV *= slope_CV\n", ""),
+        ("grad_CV.mul_(self.logit_scale / self.temperature)", "grad_CV.mul_(self.logit_scale)"),
+        ("grad_CV.mul_(self.logit_scale / self.temperature)", "grad_CV.div_(self.temperature)"),
+        ("grad_V += grad_CV.sum(dim=0)", "grad_V = grad_CV.sum(dim=0)"),
+        ("grad_VD += _matmul_float32", "grad_VD = _matmul_float32"),
+        ("dtype = at_least_float32(rows_ND[:0]).dtype", "dtype = rows_ND.dtype"),
+        ("if needs_weight else None", "if True else None"),
+        ("target_C - lse_N[chunk]", "target_C + lse_N[chunk]"),
+        ("probs_CV * -grad_logprobs_N[chunk, None]", "probs_CV * grad_logprobs_N[chunk, None]"),
+        ("            grad_CV.scatter_add_(1, targets_N[chunk, None], grad_logprobs_N[chunk, None])\n", ""),
+        ("torch.special.entr(probs_CV) - probs_CV * entropy_N", "torch.special.entr(probs_CV) + probs_CV * entropy_N"),
+        ("torch.special.entr(probs_CV) - probs_CV", "-(probs_CV * probs_CV.log()) - probs_CV"),
+        ("torch.special.entr(probs_CV).sum(dim=-1)", "-(probs_CV * probs_CV.log()).sum(dim=-1)"),
+        ("kl.exact(logits_CV, reference_CV)", "kl.exact(reference_CV, logits_CV)"),
+        (".sub_(kl_N[chunk, None])", ""),
+        (
+            "torch.where(probs_CV > 0, probs_CV * difference_CV * grad_N[chunk, None], 0.0)",
+            "probs_CV * difference_CV * grad_N[chunk, None]",
+        ),
+        (" * grad_N[chunk, None], 0.0)", ", 0.0)"),
+        (
+            "reference_ND[chunk], reference_compute_VD, reference_bias_V)\n                kl_N",
+            "reference_ND[chunk], reference_compute_VD, bias_V)\n                kl_N",
+        ),
+    ],
+}
+
+
+def load(path: Path, name: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def mutant_of(name: str, old: str, new: str) -> types.ModuleType:
+    """The module ``heedful.objectives.name`` with one passage of its source replaced."""
+    path = importlib.import_module(f"heedful.objectives.{name}").__file__
+    assert path is not None
+    source = Path(path).read_text(encoding="utf-8")
+    assert source.count(old) == 1, f"{name}: {old!r} occurs {source.count(old)} times; the mutant must be unambiguous"
+    module = types.ModuleType(f"mutant_{name}")
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    exec(compile(source.replace(old, new), f"{name}.py with {new!r}", "exec"), module.__dict__)
+    return module
+
+
+def first_failure(tests: types.ModuleType) -> str | None:
+    """Name of the first test of the file that fails, or None."""
+    for name, test in list(vars(tests).items()):
+        if name.startswith("test_"):
+            try:
+                test()
+            except Exception:
+                return name
+    return None
+
+
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_every_mutant_is_killed(name: str) -> None:
+    tests = load(Path(__file__).with_name(f"test_objective_{name}.py"), f"mutation_run_{name}")
+    assert first_failure(tests) is None, "the tests fail on the real module"
+    survivors = []
+    for old, new in MUTANTS[name]:
+        setattr(tests, name, mutant_of(name, old, new))
+        if first_failure(tests) is None:
+            survivors.append(f"{old!r} → {new!r}")
+    sys.modules.pop(f"mutant_{name}", None)
+    assert not survivors, "no test fails for: " + "; ".join(survivors)
