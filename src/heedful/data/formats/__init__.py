@@ -1,0 +1,1 @@
+"""The formats of preference, demonstration and prompt data, one small file per family; ``registry`` lists them all."""
