@@ -12,7 +12,7 @@ import yaml
 
 from heedful.records import EvaluationRow
 from heedful.report import figures
-from heedful.report.collect import collect, evaluation_rows, flatten, last_samples, names_compared
+from heedful.report.collect import POLICY_STAGES, collect, evaluation_rows, flatten, last_samples, names_compared
 from heedful.runs.files import write_bytes, write_json
 from heedful.runs.folder import RunFolder
 from heedful.runs.metrics import HISTOGRAMS, METRICS, Metric, lookup
@@ -82,9 +82,10 @@ def render(run: RunFolder, report: dict[str, Any]) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "number": number, "percent": percent, "duration": duration, "size": size, "label": label, "clip": clip
+        "number": number, "percent": percent, "duration": duration, "size": size, "label": label, "clip": clip,
+        "stage_title": stage_title,
     }  # fmt: skip
-    environment.globals |= {"range_of": range_of, "place_of": place_of}
+    environment.globals |= {"range_of": range_of, "place_of": place_of, "interval_of": interval_of}
     rows, num_unreadable = evaluation_rows(run)
     before, after = names_compared(report["stages"])
     folders = {stage.path.name: stage for stage in run.stages()}
@@ -128,13 +129,12 @@ def curve_panels(stage: dict[str, Any]) -> list[Panel]:
         if not any(v is not None for one in series for v in one.values):
             continue
         metric = lookup(name) or _unlisted(name)
-        ident = f"{stage['folder']}-{len(panels)}".replace(".", "-")
         last = [_last(curves[n]["values"]) for n in names]
         panels.append(
             Panel(
-                title=metric.description,
+                title=metric.description + (f": {label(word)}" if "<" in metric.name else ""),
                 name=name,
-                svg=figures.curves(series, ident=f"c{ident}", guide=GUIDES.get(name)),
+                svg=figures.curves(series, ident=f"c{stage['index']}-{len(panels)}", guide=GUIDES.get(name)),
                 unit=metric.unit,
                 healthy=metric.healthy,
                 labels=("training", "held out") if len(names) == 2 else (),
@@ -156,7 +156,7 @@ def distribution_panels(stage: dict[str, Any]) -> list[Panel]:
             Panel(
                 title=metric.description,
                 name=name,
-                svg=figures.distributions(shapes, ident=f"d{stage['folder']}-{len(panels)}".replace(".", "-")),
+                svg=figures.distributions(shapes, ident=f"d{stage['index']}-{len(panels)}"),
                 unit=metric.unit,
                 healthy=metric.healthy,
                 labels=tuple(f"step {s['step']}: {number(s['mean'])} ± {number(s['std'])}" for s in found),
@@ -166,13 +166,11 @@ def distribution_panels(stage: dict[str, Any]) -> list[Panel]:
 
 
 def choose_examples(rows: list[EvaluationRow]) -> dict[str, list[EvaluationRow]]:
-    """Which answers to show: the first two of each category (so nobody picked them), those that lost most, the rest."""
-    seen: dict[str, int] = {}
-    shown = []
+    """Which answers to show: the first of each category (so nobody picked them), those that lost most, the rest."""
+    firsts: dict[str, EvaluationRow] = {}
     for row in rows:
-        seen[row.category] = seen.get(row.category, 0) + 1
-        if seen[row.category] <= 2:
-            shown.append(row)
+        firsts.setdefault(row.category, row)
+    shown = list(firsts.values())[:12]
     judged = [(gain, i) for i, row in enumerate(rows) if (gain := _gain(row)) is not None and gain < 0]
     worst = [rows[i] for _, i in sorted(judged)[:3] if rows[i] not in shown]
     rest = [row for row in rows if row not in shown and row not in worst]
@@ -206,7 +204,7 @@ def _bars(by_category: Any, key: str) -> list[tuple[str, float, float | None, fl
             continue
         words = percent(rate, 0)
         if low is not None and high is not None:
-            words += f" [{100 * low:.0f}, {100 * high:.0f}]"
+            words += f" {interval_of(low, high)}"
         if numbers.get("num_prompts") is not None:
             words += f" of {numbers['num_prompts']}"
         bars.append((category, rate, low, high, words))
@@ -219,7 +217,7 @@ def _tiles(report: dict[str, Any], after: str) -> list[tuple[str, str]]:
     for judge, words in (("gold", "gold score"), ("reward_model", "reward score")):
         m = evaluation.get(judge) or {}
         if m.get("before_mean") is not None and m.get("after_mean") is not None:
-            tiles.append((f"{number(m['before_mean'])} → {number(m['after_mean'])}", f"{words}, before → after"))
+            tiles.append((f"{m['before_mean']:.2f} → {m['after_mean']:.2f}", f"{words}, before and after"))
     if report["reward_card"]:
         tiles.append((percent(report["reward_card"]["card"]["accuracy"]), "reward model, held-out accuracy"))
     ends = evaluation.get("end_token_rate") or {}
@@ -291,7 +289,17 @@ def size(num_bytes: float) -> str:
 
 def label(key: str) -> str:
     """A key as words: ``num_pairs`` → ``pairs``."""
-    return key.removeprefix("num_").replace("_", " ").replace(".", " · ")
+    return " · ".join(word.removeprefix("num_").replace("_", " ") for word in key.split("."))
+
+
+def stage_title(name: str) -> str:
+    """What people call a stage."""
+    return name.upper() if name in ("sft", *POLICY_STAGES) else {"reward": "Reward model"}.get(name, name.capitalize())
+
+
+def interval_of(low: float, high: float, digits: int = 0) -> str:
+    """An interval of fractions in percent: ``[70, 85]``."""
+    return f"[{100 * low:.{digits}f}, {100 * high:.{digits}f}]"
 
 
 def clip(text: str) -> str:

@@ -23,7 +23,7 @@ _VARIABLES = {_INK: "--muted", _LINE: "--line", **{c: f"--series-{i}" for i, c i
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: small, selectable, in the page's own font
     "svg.hashsalt": "heedful",  # ids must not differ from one writing to the next
-    "font.size": 8,
+    "font.size": 9.5,
     "text.color": _INK,
     "axes.edgecolor": _LINE,
     "axes.labelcolor": _INK,
@@ -77,21 +77,29 @@ def curves(series: Sequence[Series], *, ident: str, guide: float | None = None) 
 
 
 def distributions(shapes: Sequence[tuple[Sequence[float], Sequence[int]]], *, ident: str) -> str:
-    """Outlines of up to three histograms given as (edges, counts), as densities so that wide bins do not mislead."""
+    """Outlines of up to three histograms given as (edges, counts), on common bins, each scaled to its own peak."""
 
     def draw(axes: Any) -> None:
         low, high = _middle(shapes)
+        num_values = max(sum(counts) for _, counts in shapes)
+        grid = np.linspace(low, high, int(np.clip(2 * num_values ** (1 / 3), 10, 40)) + 1)
         for colour, (edges, counts) in zip(_SERIES, shapes):
-            widths = np.diff(np.asarray(edges, dtype=float))
-            density = np.asarray(counts, dtype=float) / widths / max(sum(counts), 1)
-            axes.stairs(density, edges, color=colour, linewidth=1.4)
-            axes.stairs(density, edges, color=colour, alpha=0.12, fill=True)
+            height = _rebin(edges, counts, grid)
+            height = height / max(height.max(), 1e-12)
+            axes.stairs(height, grid, color=colour, alpha=0.12, fill=True)
+            axes.stairs(height, grid, color=colour, linewidth=1.4)
         axes.set_xlim(low, high)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05)
         axes.set_yticks([])
         axes.xaxis.get_major_locator().set_params(nbins=6)
 
     return _render(draw, ident)
+
+
+def _rebin(edges: Sequence[float], counts: Sequence[int], grid: np.ndarray) -> np.ndarray:
+    """The counts on other bins, taking each old bin as evenly filled."""
+    cumulative = np.concatenate([[0.0], np.cumsum(counts)])
+    return np.diff(np.interp(grid, edges, cumulative))
 
 
 def _middle(shapes: Sequence[tuple[Sequence[float], Sequence[int]]]) -> tuple[float, float]:
@@ -129,7 +137,7 @@ def _render(draw: Any, ident: str) -> str:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(4.2, 2.2), layout="constrained")
+        figure = Figure(figsize=(4.2, 2.35), layout="constrained")
         canvas = FigureCanvasSVG(figure)
         draw(figure.add_subplot())
         buffer = io.StringIO()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -135,8 +136,10 @@ def write_evaluation(stage: StageFolder, rows: list[EvaluationRow], win_rate: fl
     judged = {
         "before_mean": 0.452, "after_mean": 0.748, "win_rate": win_rate, "win_rate_low": win_rate - 0.08,
         "win_rate_high": win_rate + 0.07, "num_prompts": len(rows),
-        "by_category": {c: {"win_rate": r, "win_rate_low": r - 0.2, "win_rate_high": min(r + 0.18, 1), "num_prompts": 15}
-                        for c, r in rates.items()},
+        "by_category": {
+            c: {"win_rate": r, "win_rate_low": r - 0.2, "win_rate_high": min(r + 0.18, 1), "num_prompts": 15}
+            for c, r in rates.items()
+        },
     }  # fmt: skip
     stage.finish({"seconds": 61.0, "num_prompts": len(rows), "metrics": {
         "gold": judged, "reward_model": {k: v for k, v in judged.items() if k != "by_category"} | {"after_mean": 2.2},
@@ -144,16 +147,32 @@ def write_evaluation(stage: StageFolder, rows: list[EvaluationRow], win_rate: fl
     }})  # fmt: skip
 
 
-@pytest.fixture
-def finished_run(tmp_path: Path) -> Path:
-    """All four stages, finished."""
-    return build(tmp_path / "quickstart")
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All four stages, finished; not to be changed."""
+    return build(tmp_path_factory.mktemp("finished") / "quickstart")
+
+
+@pytest.fixture(scope="session")
+def finished_page(finished_run: Path) -> Path:
+    """Its report."""
+    from heedful.report.build import write_report
+
+    return write_report(finished_run)
 
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
     """An empty run, locked, to fill by hand."""
     return lambda name="mine": RunFolder.create(tmp_path / name, RECIPE)
+
+
+@pytest.fixture
+def fill() -> SimpleNamespace:
+    """The functions that fill one stage each."""
+    return SimpleNamespace(
+        sft=write_sft, reward=write_reward, ppo=write_ppo, evaluate=write_evaluation, rows=evaluation_rows
+    )
 
 
 def build(path: Path) -> Path:
