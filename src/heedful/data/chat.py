@@ -324,8 +324,6 @@ def _encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[
     ids = _encode(tokenizer, text)
     if not str(tokenizer.convert_ids_to_tokens(_encode(tokenizer, "a"))[0]).startswith("\u2581"):
         return ids
-    if text.startswith(" "):
-        return _encode(tokenizer, text[1:])
     newline = _encode(tokenizer, "\n")
     joined = _encode(tokenizer, "\n" + text)
     return joined[len(newline) :] if joined[: len(newline)] == newline else ids

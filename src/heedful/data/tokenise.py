@@ -74,7 +74,9 @@ class Tokenised(Generic[S]):
         reasons = ", ".join(f"{reason} {count}" for reason, count in self.dropped.items())
         text = f"read {self.num_read}, kept {self.num_kept}, dropped {len(self.refused)}"
         text += f" ({reasons})" if reasons else ""
-        return text + (f", cut {self.num_truncated}" if self.num_truncated else "")
+        text += f", cut {self.num_truncated}" if self.num_truncated else ""
+        answers = ", ".join(f"{reason} {count}" for reason, count in self.num_answers_dropped.items())
+        return text + (f"; answers dropped: {answers}" if answers else "")
 
     def require_some(self, what: str) -> Tokenised[S]:
         """Itself. Raises DataError with the counts when nothing is left."""
@@ -215,27 +217,27 @@ def _ranking(
 ) -> tuple[RankingSample, bool]:
     """One ranking and whether it was cut. Raises RefusedConversation when no pair of answers is left to learn from."""
     answers = [answer for answer in record.answers if answer.id in ranks]
+    reasons: list[str] = []
     spoken: dict[str, list[int]] = {}
     for answer in answers:
         try:
             spoken[answer.id] = chat.answer_ids(tokenizer, answer.text)
         except chat.RefusedConversation as error:
-            num_dropped[error.reason] += 1
+            reasons.append(error.reason)
     full = chat.prompt_ids(tokenizer, record.prompt)
     prompt = budget.prompt(full, max(map(len, spoken.values()), default=0))
-    was_cut = len(prompt) < len(full)
     room = budget.max_tokens - len(prompt)
-    fitting: dict[str, list[int]] = {}
-    for answer_id, ids in spoken.items():
-        if len(ids) > room and budget.too_long == "drop":
-            num_dropped["answer_too_long"] += 1
-            continue
-        was_cut |= len(ids) > room
-        fitting[answer_id] = ids[:room]
-    distinct, reason = _distinct(fitting, spoken, ranks, num_dropped)
+    if budget.too_long == "drop":
+        fitting = {answer_id: ids for answer_id, ids in spoken.items() if len(ids) <= room}
+        reasons += ["answer_too_long"] * (len(spoken) - len(fitting))
+    else:
+        fitting = {answer_id: ids[:room] for answer_id, ids in spoken.items()}
+    was_cut = len(prompt) < len(full) or any(len(ids) < len(spoken[answer_id]) for answer_id, ids in fitting.items())
+    distinct = _distinct(fitting, spoken, ranks, reasons)
+    num_dropped.update(reasons)
     kept = [answer for answer in answers if answer.id in distinct]
     if len({ranks[answer.id] for answer in kept}) < 2:
-        reason = reason or ("all_tied" if len(kept) > 1 else "fewer_than_two_answers")
+        reason = "all_tied" if len(kept) > 1 else (reasons or ["fewer_than_two_answers"])[-1]
         message = f"{len(kept)} of {len(record.answers)} answers are left, without a better and a worse one"
         raise chat.RefusedConversation(reason, message)
     sample = RankingSample(
@@ -251,12 +253,9 @@ def _ranking(
 
 
 def _distinct(
-    fitting: dict[str, list[int]],
-    spoken: dict[str, list[int]],
-    ranks: Mapping[str, int],
-    num_dropped: Counter[str],
-) -> tuple[dict[str, list[int]], str]:
-    """The answers that differ, and why others were left out ("" = all differ).
+    fitting: dict[str, list[int]], spoken: dict[str, list[int]], ranks: Mapping[str, int], reasons: list[str]
+) -> dict[str, list[int]]:
+    """The answers that differ; appends the reason of each other one.
 
     Of identical answers with one rank the first stays; with different ranks none, since nothing tells them apart.
     """
@@ -264,13 +263,11 @@ def _distinct(
     for answer_id, ids in fitting.items():
         same.setdefault(tuple(ids), []).append(answer_id)
     distinct: dict[str, list[int]] = {}
-    reason = ""
     for group in same.values():
         agree = len({ranks[answer_id] for answer_id in group}) == 1
         if agree:
             distinct[group[0]] = fitting[group[0]]
-        if lost := group[1:] if agree else group:
-            raw = all(spoken[answer_id] == spoken[group[0]] for answer_id in group)
-            reason = "identical_answers" if raw else "identical_after_truncation"
-            num_dropped[reason] += len(lost)
-    return distinct, reason
+        was_same = all(spoken[answer_id] == spoken[group[0]] for answer_id in group)
+        reason = "identical_answers" if was_same else "identical_after_truncation"
+        reasons += [reason] * len(group[1:] if agree else group)
+    return distinct

@@ -7,6 +7,12 @@ from heedful.data import chat
 from heedful.errors import DataError, ModelError
 from heedful.records import Message
 
+EMPTY_BLOCK = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m['role'] == 'assistant' and loop.last and '</think>' not in m['content'] %}"
+    "{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\nOPENS' }}{% endif %}"
+)
 USER = Message("user", "how are you?")
 FINE = Message("assistant", "I am fine.")
 AGAIN = Message("user", "say it again")
@@ -120,19 +126,21 @@ def test_DAT_13_prompt_that_opens_a_tag(byte_bpe):
     assert tokenizer.decode(prompt + chat.answer_ids(tokenizer, chosen)) == rendered.removesuffix("\n")
 
 
-def test_empty_thinking_block_is_printed_before_plain_answers_only(byte_bpe):
-    block = "<think>\n\n</think>\n\n"
-    template = (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-        "{% if m['role'] == 'assistant' and loop.last and '</think>' not in m['content'] %}"
-        "{{ '" + block.replace("\n", "\\n") + "' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-    )
-    tokenizer = byte_bpe(template)
-    for answer in ("baz", "<think>foo</think>bar"):
+@pytest.mark.parametrize("opens", ["", "<think>\\n"])
+def test_empty_thinking_block_is_printed_before_plain_answers_only(byte_bpe, opens):
+    tokenizer = byte_bpe(EMPTY_BLOCK.replace("OPENS", opens))
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<think>"]})
+    for answer in ("baz", "<think>\nfoo</think>bar"):
         messages = [USER, Message("assistant", answer)]
         text = tokenizer.apply_chat_template([m.to_json() for m in messages], tokenize=False)
         assert tokenizer.decode(chat.conversation(tokenizer, messages).ids) == text.removesuffix("\n")
+        assert answer + "<|im_end|>" in tokenizer.decode(chat.prompt_ids(tokenizer, [*messages, AGAIN]))
+
+
+def test_unknown_text_does_not_end_a_turn(llama):
+    tokenizer = llama("{% for m in messages %}{{ m['content'] + '\t' + eos_token }}{% endfor %}")
+    assert tokenizer.unk_token_id in tokenizer("\t")["input_ids"]
+    assert chat.end_token_ids(tokenizer) == (tokenizer.eos_token_id,)
 
 
 def test_template_that_strips_earlier_thinking_is_refused_unless_last(byte_bpe):

@@ -88,7 +88,7 @@ def test_batch_size_may_change_on_resume():
 
 
 @pytest.mark.parametrize(
-    "rows, size, epochs, steps", [(10, 4, 3, 8), (8, 4, 3, 6), (8, 4, 0.5, 1), (10, 1, 0.3, 3), (7, 3, 1, 3)]
+    "rows, size, epochs, steps", [(10, 4, 3, 8), (8, 4, 3, 6), (8, 4, 0.5, 1), (100, 1, 0.07, 7), (7, 3, 1, 3)]
 )
 def test_num_steps(rows, size, epochs, steps):
     assert EpochStream(rows, size, seed=0).num_steps(epochs) == steps

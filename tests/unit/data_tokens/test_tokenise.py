@@ -139,6 +139,9 @@ def test_long_answers_are_dropped_or_cut_without_end(letters):
     dropped = rankings([record], ranks, letters, max_tokens=10)
     assert dropped.samples[0].answer_ids == ["a1", "a2"]
     assert dropped.num_answers_dropped == {"answer_too_long": 1} and dropped.num_truncated == 0
+    assert dropped.summary() == "read 1, kept 1, dropped 0; answers dropped: answer_too_long 1"
+    with pytest.raises(DataError, match=r"dropped 1 \(answer_too_long 1\)"):
+        rankings([record], [{"a1": 1, "a3": 2}], letters, max_tokens=10)
     cut = rankings([record], ranks, letters, max_tokens=10, too_long="cut")
     assert letters.decode(cut.samples[0].sequences[2]) == "xxx" + "k" * 7
     assert cut.num_truncated == 1
