@@ -145,12 +145,12 @@ class _Head:
             logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits_CV.div_(self.temperature)
 
-    def to_linear(self, grad_CV: Tensor, logits_CV: Tensor) -> Tensor:
-        """Gradient with respect to W h + b from the one with respect to :meth:`logits`; both arguments are used up."""
-        if self.softcap is not None:
-            slope_CV = logits_CV.mul_(self.temperature / self.softcap).square_().neg_().add_(1)
-            grad_CV *= slope_CV
-        return grad_CV.mul_(self.logit_scale / self.temperature)
+    def slope(self, logits_CV: Tensor) -> Tensor | float:
+        """Derivative of :meth:`logits` with respect to W h + b."""
+        outer = self.logit_scale / self.temperature
+        if self.softcap is None:
+            return outer
+        return (logits_CV * (self.temperature / self.softcap)).square_().neg_().add_(1).mul_(outer)
 
     def backward(
         self,
@@ -160,7 +160,10 @@ class _Head:
         bias_V: Tensor | None,
         grad_of: Callable[[Tensor, slice], Tensor],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of rows, weight and bias; ``grad_of(logits_CV, chunk)`` is the gradient of the chunk's logits."""
+        """Gradients of rows, weight and bias.
+
+        ``grad_of(logits_CV, chunk)`` is the gradient of the chunk's logits, which it may overwrite.
+        """
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype = at_least_float32(rows_ND[:0]).dtype
         compute_VD = weight_VD.to(rows_ND.dtype)
@@ -169,13 +172,16 @@ class _Head:
         grad_V = torch.zeros(weight_VD.shape[0], dtype=dtype, device=rows_ND.device) if needs_bias else None
         for chunk in self.chunks(len(rows_ND)):
             logits_CV = self.logits(rows_ND[chunk], compute_VD, bias_V)
-            grad_CV = self.to_linear(grad_of(logits_CV, chunk), logits_CV)
+            slope_CV = self.slope(logits_CV)
+            grad_CV = grad_of(logits_CV, chunk).mul_(slope_CV)
             if grad_V is not None:
                 grad_V += grad_CV.sum(dim=0)
             grad_CV = grad_CV.to(rows_ND.dtype)
             if grad_ND is not None:
                 grad_ND[chunk] = grad_CV @ compute_VD
-            if grad_VD is not None:
+            if grad_VD is not None and grad_VD.dtype == grad_CV.dtype:
+                grad_VD.addmm_(grad_CV.T, rows_ND[chunk])
+            elif grad_VD is not None:
                 grad_VD += _matmul_float32(grad_CV.T, rows_ND[chunk])
         return (
             grad_ND,
@@ -224,14 +230,15 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         rows_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N = ctx.saved_tensors
 
         def grad_of(logits_CV: Tensor, chunk: slice) -> Tensor:
-            probs_CV = (logits_CV - lse_N[chunk, None]).exp_()
-            grad_CV = probs_CV * -grad_logprobs_N[chunk, None]
-            grad_CV.scatter_add_(1, targets_N[chunk, None], grad_logprobs_N[chunk, None])
+            grad_C1, grad_entropy_C1 = grad_logprobs_N[chunk, None], grad_entropy_N[chunk, None]
+            probs_CV = logits_CV.sub_(lse_N[chunk, None]).exp_()
             if ctx.with_entropy:
-                # −p (log p + H) with entr(p) = −p log p, which is right for p = 0 too
-                slope_CV = torch.special.entr(probs_CV) - probs_CV * entropy_N[chunk, None]
-                grad_CV.addcmul_(slope_CV, grad_entropy_N[chunk, None])
-            return grad_CV
+                minus_plogp_CV = torch.special.entr(probs_CV)  # right for p = 0 too
+                grad_CV = probs_CV.mul_(-grad_C1 - grad_entropy_C1 * entropy_N[chunk, None])
+                grad_CV.addcmul_(minus_plogp_CV, grad_entropy_C1)
+            else:
+                grad_CV = probs_CV.mul_(-grad_C1)
+            return grad_CV.scatter_add_(1, targets_N[chunk, None], grad_C1)
 
         with _no_autocast(rows_ND):
             return *ctx.head.backward(ctx, rows_ND, weight_VD, bias_V, grad_of), None, None, None
