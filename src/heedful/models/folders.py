@@ -13,7 +13,7 @@ from typing import Any
 
 from heedful.errors import ModelError
 
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHT_FILES = tuple(n + end for n in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json"))
 
 
 @contextlib.contextmanager

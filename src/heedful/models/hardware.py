@@ -90,9 +90,10 @@ def seed_everything(seed: int) -> None:
 def random_state() -> dict[str, Any]:
     """The state of every random generator, in types that ``torch.load(weights_only=True)`` reads back."""
     kind, keys, position, has_gauss, cached = numpy.random.get_state()
+    numbers = numpy.asarray(keys, dtype="int64")
     state: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": (str(kind), torch.from_numpy(keys.astype("int64")), int(position), int(has_gauss), float(cached)),
+        "numpy": (str(kind), torch.from_numpy(numbers), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }

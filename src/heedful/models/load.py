@@ -63,16 +63,15 @@ def _near(name: str, path: Path) -> str:
 
 
 def _hub_folder(name: str, near: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub import errors, snapshot_download
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=cache.HUB_PATTERNS, etag_timeout=10))
-    except GatedRepoError:
-        raise ModelError(f"model {name!r} is gated: accept its licence on the hub and log in with `hf auth login`") from None
-    except (RepositoryNotFoundError, HFValidationError):
+    except errors.GatedRepoError:
+        raise ModelError(f"model {name!r} is gated: accept its licence on the hub, then run hf auth login") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise ModelError(f"model {name!r} is not on the hub{near}; give {FORMS}") from None
-    except LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         reason = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the hub does not answer"
         raise ModelError(
             f"model {name!r} is neither a local folder nor in the hub cache, and {reason}{near}; give {FORMS}"
@@ -119,7 +118,7 @@ def load_causal(path: Path | str, *, dtype: torch.dtype, device: torch.device, a
 
     model, missing = _load(AutoModelForCausalLM, path, dtype, device, attention)
     if missing:
-        raise ModelError(f"{path}: the weights lack {missing[0]} ({len(missing)} tensors); this is no whole language model")
+        raise ModelError(f"{path}: the weights lack {missing[0]} ({len(missing)} tensors), so the model is not whole")
     ensure_pad(load_tokenizer(path), model)
     return _ready(model, device)
 
@@ -155,7 +154,7 @@ def load_scalar(
     lost = [name for name in missing if head == "required" or not name.startswith(HEAD_NAMES)]
     if lost:
         raise ModelError(
-            f"{path}: the weights lack {lost[0]}, so scores would come from random numbers; train the reward model again"
+            f"{path}: the weights lack {lost[0]}, so scores would come from random numbers; train the model again"
         )
     if head == "new":
         generator = torch.Generator().manual_seed(seed)
@@ -172,23 +171,24 @@ def _check_scalar_config(path: Path) -> None:
     config = read_config(path)
     names = config.get("architectures") or ["unknown"]
     if not names[0].endswith("ForSequenceClassification"):
-        raise ModelError(f"{path}: a {names[0]} folder, which has no score head; train a reward model first (heedful reward)")
+        raise ModelError(f"{path}: {names[0]} has no score head; train a reward model first (heedful reward)")
     num_labels = len(config.get("id2label") or {0: "", 1: ""})  # transformers' default is two
     if num_labels != 1:
         raise ModelError(f"{path}: the score head has {num_labels} outputs; a reward model has exactly one")
 
 
-def scalar_head(model: Any) -> torch.nn.Linear:
-    """The linear layer that gives the score.
+def scalar_head(model: Any) -> Any:
+    """The layer that gives the score: linear, or PEFT's wrapper of the original head and the trained copy.
 
     Raises:
         ModelError: the architecture has none with one output.
     """
     for name in HEAD_NAMES:
-        layer = getattr(model, name, None)
-        if isinstance(layer, torch.nn.Linear) and layer.out_features == 1:
+        layer = dict(model.named_children()).get(name)
+        linear = layer if layer is None else dict(layer.named_children()).get("original_module", layer)
+        if isinstance(linear, torch.nn.Linear) and linear.out_features == 1:
             return layer
-    raise ModelError(f"{type(model).__name__} has no linear score head with one output; this architecture is not supported")
+    raise ModelError(f"{type(model).__name__} has no linear score head with one output, so it is not supported")
 
 
 def _load(
@@ -210,6 +210,9 @@ def _load(
                 **options,
             )
     except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+        if "Unrecognized configuration class" in str(error):
+            kind = "sequence classifier (reward model)" if "Sequence" in factory.__name__ else "causal language model"
+            raise ModelError(f"{path}: transformers has no {kind} for type {config.get('model_type')}") from None
         raise ModelError(f"{path}: cannot be loaded ({' '.join(str(error).split())[:300]})") from error
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
     return model, sorted({*info["missing_keys"], *mismatched})
@@ -217,7 +220,13 @@ def _load(
 
 def _ready(model: Any, device: torch.device) -> Any:
     silence_dropout(model)
-    return model.eval().to(device)
+    model.eval().to(device)
+    if device.type == "cpu":
+        # Loaded weights are views of the mapped file, at whatever alignment its header leaves; sums then differ in the
+        # last bit between two files of the same weights.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def silence_dropout(model: torch.nn.Module) -> None:

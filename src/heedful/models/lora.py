@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ def is_adapted(model: Any) -> bool:
 
 def base_of(model: Any) -> Any:
     """The transformers model inside, whose layers carry the adapters if there are any."""
-    return model.get_base_model() if is_adapted(model) else model
+    return model.base_model.model if is_adapted(model) else model
 
 
 def add_lora(
@@ -52,7 +53,7 @@ def add_lora(
         targets = [name.strip() for name in targets.split(",")]
     config = peft.LoraConfig(
         r=rank,
-        lora_alpha=alpha,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # declared int, used as a number
         target_modules=targets if isinstance(targets, str) else list(targets),
         lora_dropout=dropout,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 keeps weights transposed
@@ -61,7 +62,9 @@ def add_lora(
         modules_to_save=None if task == "causal" else [n for n in HEAD_NAMES if n in dict(model.named_children())],
     )
     try:
-        adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name that is to go
+            adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=True)
     except ValueError as error:
         raise ModelError(f"LoRA targets {targets!r} do not fit {type(model).__name__} ({error})") from error
     for parameter in adapted.parameters():

@@ -5,7 +5,7 @@ Dimension letters: B sequences, N sequences to score, T tokens, V vocabulary, D 
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 class Part(ABC):
     """A transformers model (with LoRA adapters or without), its tokenizer, and where and how precisely it computes."""
 
+    @abstractmethod
     def __init__(self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype) -> None:
         """``dtype`` is the compute precision; weights keep their own."""
         self.model, self.tokenizer, self.device, self.dtype = model, tokenizer, device, dtype
@@ -141,7 +142,7 @@ class LanguageModel(Part):
     def logprobs(
         self, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """log π(target) [B, T] and, when asked, the entropy [B, T], in nats: float32, 0 where ``loss_mask`` is False."""
+        """log π(target) and, when asked, the entropy, both float32 [B, T] in nats, 0 where ``loss_mask`` is False."""
         return self._logprobs(self.hidden(batch), batch.targets_BT, batch.loss_mask_BT, temperature, with_entropy)
 
     def _logprobs(
@@ -203,7 +204,7 @@ class ScalarModel(Part):
         return scalars
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """[B, T]: the scalar after each input token, so that entry t is the value of the state that predicts target t."""
+        """[B, T]: the scalar after each input token; entry t is the value of the state that predicts target t."""
         return self._scalars(self.hidden(batch))
 
     def values_after(self, ids_NT: Tensor) -> Tensor:

@@ -73,13 +73,43 @@ class Reward:
             return self.part.score_texts(prompts, answers, micro_batch_tokens=micro_batch_tokens)
 
 
+@final
+@dataclass(frozen=True)
+class Value:
+    """The value model, in the units of the standardised score: (scalar − shift) / scale.
+
+    It starts as the reward model, whose raw scores have any mean and deviation; with the reward card's own mean and
+    deviation its first values are the scores that PPO sees, not a constant away from them.
+    """
+
+    part: ScalarModel
+    shift: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def device(self) -> torch.device:
+        return self.part.device
+
+    def trainable_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """As :meth:`ScalarModel.trainable_parameters`."""
+        return self.part.trainable_parameters()
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """As :meth:`ScalarModel.values`, standardised."""
+        return (self.part.values(batch) - self.shift) / self.scale
+
+    def values_after(self, ids_NT: Tensor) -> Tensor:
+        """As :meth:`ScalarModel.values_after`, standardised."""
+        return (self.part.values_after(ids_NT) - self.shift) / self.scale
+
+
 @dataclass(frozen=True)
 class Roles:
     """The four parts of PPO."""
 
     policy: LanguageModel
     reference: Reference
-    value: ScalarModel
+    value: Value
     reward: Reward
 
 
@@ -141,8 +171,13 @@ def build_roles(
     device: torch.device,
     dtype: torch.dtype,
     attention: str = "auto",
+    value_shift: float = 0.0,
+    value_scale: float = 1.0,
 ) -> Roles:
     """The four parts of PPO from an SFT policy's folder and a reward model's folder; values start as the reward model.
+
+    Args:
+        value_shift, value_scale: mean and deviation that scores are standardised by (see :class:`Value`).
 
     Raises:
         ModelError: a folder that does not hold what its part needs.
@@ -156,4 +191,4 @@ def build_roles(
         )
     if not is_adapted(value.model):
         reward = build_scalar(reward_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False)
-    return Roles(policy, Reference(reference), value, Reward(reward))
+    return Roles(policy, Reference(reference), Value(value, value_shift, value_scale), Reward(reward))
