@@ -155,7 +155,7 @@ def _records(
                 try:
                     registry.refuse_mixed(row, found, keys)
                 except DataError as error:
-                    raise DataError(f"{path} {error}") from None
+                    raise DataError(f"{path}: {error}") from None
             drops.add(row.line, bad)
 
     seen: dict[str, int] = {}

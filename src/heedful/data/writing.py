@@ -57,7 +57,14 @@ def write_parquet(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
     import pyarrow
     import pyarrow.parquet
 
-    table = pyarrow.Table.from_pylist(list(rows))
+    table = pyarrow.Table.from_pylist([_without_empty(row) for row in rows])
     with _replacing(path) as stream:
         pyarrow.parquet.write_table(table, stream)
     return int(table.num_rows)
+
+
+def _without_empty(value: Any) -> Any:
+    """Empty objects as null: Parquet has no type for an object without fields."""
+    if isinstance(value, dict):
+        return {key: _without_empty(item) for key, item in value.items()} or None
+    return [_without_empty(item) for item in value] if isinstance(value, list) else value

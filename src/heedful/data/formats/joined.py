@@ -107,6 +107,6 @@ OASST = Format(
     ("message_id", "parent_id", "role", "text"), _parse_oasst, join=join_messages,
 )  # fmt: skip
 OASST_TREE = Format(
-    "oasst_tree", "rankings", "oasst trees: a message with nested replies", ("prompt",), _parse_oasst, _looks_tree,
-    join_trees,
+    "oasst_tree", "rankings", "oasst trees: a message with nested replies", ("message_tree_id", "prompt"),
+    _parse_oasst, _looks_tree, join_trees,
 )  # fmt: skip

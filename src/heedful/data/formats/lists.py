@@ -35,13 +35,13 @@ def write_master(record: Ranking) -> dict[str, Any]:
 
 def _parse_master(row: Fields) -> Ranking:
     """Documented forms of ranks: {id: rank} from 1 or from 0, or a list of ids, best first (a nested list is a tie)."""
-    data = dict(row)
+    data = _without_nulls(dict(row))
     schema = data.pop("schema", SCHEMA)
     if schema != SCHEMA:
         raise BadRow("unknown_schema", f"field 'schema' is {schema!r:.60}; this version reads {SCHEMA!r}")
     prompt = check_prompt(conversation(value(row, "prompt"), "prompt"))
     data["prompt"] = [turn.to_json() for turn in prompt]
-    answers, seen = _list(row, "answers"), set()
+    answers, seen = _list(data, "answers"), set()
     for i, answer in enumerate(answers):
         field = f"answers[{i}]"
         name = value(answer, "id") if isinstance(answer, Mapping) else None
@@ -55,19 +55,26 @@ def _parse_master(row: Fields) -> Ranking:
         raise BadRow("single_answer", f"{len(answers)} answer where a ranking needs two or more")
     if len({answer["text"] for answer in answers}) == 1:
         raise BadRow("identical_answers", "all answers are the same text")
-    judgements = [dict(j) if isinstance(j, Mapping) else {} for j in row.get("rankings") or []]
+    judgements = [dict(j) if isinstance(j, Mapping) else {} for j in data.get("rankings") or []]
     for i, judgement in enumerate(judgements):
         judgement["ranks"] = read_ranks(judgement.get("ranks"), seen, f"rankings[{i}].ranks")
         judgement.setdefault("annotator", FILE_ANNOTATOR)
     data["rankings"] = judgements
-    if row.get("consensus") is not None:
-        data["consensus"] = read_ranks(row["consensus"], seen, "consensus")
+    if data.get("consensus") is not None:
+        data["consensus"] = read_ranks(data["consensus"], seen, "consensus")
     if not any(len(ranks) > 1 for ranks in [*(j["ranks"] for j in judgements), data.get("consensus") or {}]):
         raise BadRow("missing_ranks", "no judgement and no consensus ranks two answers")
     try:
         return Ranking.from_json(data)
     except DataError as error:
         raise BadRow("bad_record", str(error)) from None
+
+
+def _without_nulls(content: Any) -> Any:
+    """The content without null fields: Parquet fills every object with the fields of all others."""
+    if isinstance(content, dict):
+        return {key: _without_nulls(item) for key, item in content.items() if item is not None}
+    return [_without_nulls(item) for item in content] if isinstance(content, list) else content
 
 
 def read_ranks(ranks: Any, ids: set[str], field: str) -> dict[str, int]:
@@ -88,7 +95,6 @@ def read_ranks(ranks: Any, ids: set[str], field: str) -> dict[str, int]:
         raise BadRow("missing_ranks", f"field {field!r} is empty")
     if not isinstance(ranks, Mapping):
         raise BadRow("bad_ranks", f"field {field!r} must be {{id: rank}} or a list of ids, best first")
-    ranks = {name: rank for name, rank in ranks.items() if rank is not None}  # Parquet fills absent ids with null
     unknown = next((name for name in ranks if name not in ids), None)
     if unknown is not None:
         raise BadRow("unknown_answer_id", f"field {field!r} ranks {unknown!r}, which is no answer's id")

@@ -100,7 +100,7 @@ def refuse_mixed(row: Row, found: Format, keys: frozenset[str]) -> None:
     other = recognise(row.data)
     if other is not None:
         raise DataError(
-            f"line {row.line}: this row looks like {other.name}, but the file like {found.name}; "
+            f"the row in line {row.line} looks like {other.name}, but the file like {found.name}; "
             "split the file into one file per format, or name the format to keep only its rows"
         )
 
@@ -111,12 +111,12 @@ def _unknown(sample: list[Row]) -> str:
     row = sample[0]
     keys = ", ".join(map(repr, list(row.data)[:12])) or "none"
 
-    def likeness(f: Format) -> tuple[float, int]:
+    def likeness(f: Format) -> tuple[int, int]:
         have = sum(key in row.data for key in f.required)
-        return (have / len(f.required) if f.required else 0.0, have)
+        return (have, have - len(f.required))
 
     nearest = max(FORMATS.values(), key=likeness)
-    if likeness(nearest)[1] == 0:
+    if likeness(nearest)[0] == 0:
         return f"no known format has such rows (line {row.line} has the fields {keys}); see docs/03-data.md"
     return (
         f"no known format fits the rows (line {row.line} has the fields {keys}); "
