@@ -204,7 +204,7 @@ def convert_gguf(file: Path, folder: Path, say: Say = say_to_stderr) -> None:
     try:
         with quiet(), _terminal_only():
             tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 where, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
             )
     except Exception as error:  # the tokenizers library raises plain Exception
@@ -212,7 +212,7 @@ def convert_gguf(file: Path, folder: Path, say: Say = say_to_stderr) -> None:
     state = model.state_dict()
     for dtype in (torch.bfloat16, torch.float16):
         if all(torch.equal(t.to(dtype).float(), t) for t in state.values()):
-            model = model.to(dtype=dtype)
+            model.to(dtype)
             break
     with quiet():
         model.save_pretrained(folder)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from heedful.errors import ModelError
-from heedful.models.folders import atomic_folder, quiet
+from heedful.models.folders import atomic_folder, quiet, remove_leftovers
 from heedful.models.load import scalar_head
 from heedful.models.lora import base_of, is_adapted, merged_state, num_merged
 from heedful.models.tokens import agree, end_ids
@@ -102,6 +102,7 @@ def _save(
     for name, value in settings.items():
         setattr(plain.config, name, value)
     agree(tokenizer, plain)
+    remove_leftovers(path)  # of a save that was killed; a run folder has one writer
     with atomic_folder(path, replace=True) as folder, quiet():
         plain.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

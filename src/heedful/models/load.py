@@ -63,7 +63,7 @@ def _near(name: str, path: Path) -> str:
 
 
 def _hub_folder(name: str, near: str) -> Path:
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
     try:
         folder = Path(snapshot_download(name, allow_patterns=cache.HUB_PATTERNS, etag_timeout=10))
@@ -72,7 +72,7 @@ def _hub_folder(name: str, near: str) -> Path:
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
         raise ModelError(f"model {name!r} is not on the hub{near}; give {FORMS}") from None
     except errors.LocalEntryNotFoundError:
-        reason = "HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else "the hub does not answer"
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub does not answer"
         raise ModelError(
             f"model {name!r} is neither a local folder nor in the hub cache, and {reason}{near}; give {FORMS}"
         ) from None

@@ -170,5 +170,5 @@ def test_EXP_03_two_outputs_are_refused(tmp_path: Path) -> None:
 
 
 def test_an_architecture_without_classifier_is_named(folder: Callable[..., Path]) -> None:
-    with pytest.raises(ModelError, match="no sequence classifier .* of type cohere"):
+    with pytest.raises(ModelError, match="no sequence classifier .* for type cohere"):
         load_scalar(folder("Cohere"), dtype=F32, device=CPU, head="new")
