@@ -57,6 +57,8 @@ def add_parser(subparsers: Any) -> None:
     split.add_argument("--out_dir", required=True, metavar="DIR", help="folder for the two files")
     split.add_argument("--fraction", type=float, default=0.1, help="part of the records to hold out (default 0.1)")
     split.add_argument("--seed", type=int, default=0, help="another seed gives another split (default 0)")
+    like_help = "overlap from which prompts are alike (default 0.8; 1 = only equal prompts stay together)"
+    split.add_argument("--threshold", type=float, default=0.8, metavar="F", help=like_help)
     _bad_rows(split)
     split.set_defaults(handler=run_split)
 
@@ -122,7 +124,7 @@ def run_split(args: argparse.Namespace) -> int:
     from heedful.data.splits import split
 
     loaded = load(args.file, format=args.format, on_bad_row=args.on_bad_row, split=args.split)
-    train, held_out = split(loaded.records, args.fraction, args.seed)
+    train, held_out = split(loaded.records, args.fraction, args.seed, threshold=args.threshold)
     for name, records in (("train", train), ("held_out", held_out)):
         write_jsonl(Path(args.out_dir) / f"{name}.jsonl", (record_row(record) for record in records))
     print(f"{loaded.summary()}; {len(train):,} to train.jsonl, {len(held_out):,} to held_out.jsonl in {args.out_dir}")

@@ -169,6 +169,14 @@ def test_split_that_cannot_be_made_is_refused() -> None:
         split(same[:1], 0.5, 0)
 
 
+def test_prompts_of_one_template_can_be_split_with_threshold_1() -> None:
+    texts = [f"What is {i} plus {i + 1}, as a number, please?" for i in range(20)] * 2
+    records = [PreferencePair(str(i), (Message("user", t),), "c", "r") for i, t in enumerate(texts)]
+    train, held_out = split(records, 0.2, 0, threshold=1)
+    assert (len(train), len(held_out)) == (32, 8)
+    assert not {prompt_text(r) for r in train} & {prompt_text(r) for r in held_out}
+
+
 def test_split_takes_every_kind_of_record() -> None:
     messages = (Message("user", "Q"), Message("assistant", "A"))
     assert prompt_text(Demonstration("d", messages)) == prompt_text(Prompt("p", messages[:1])) == "Q"
