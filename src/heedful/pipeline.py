@@ -160,11 +160,12 @@ class Context:
         return resolve(self.recipe.model.reward)
 
     def hardware(self) -> dict[str, Any]:
-        """``device`` and ``dtype`` for every model of the run."""
+        """``device``, ``dtype`` and ``attention`` for every model of the run."""
         from heedful.models import hardware
 
         device = hardware.device(self.recipe.model.device)
-        return {"device": device, "dtype": hardware.compute_dtype(device, self.recipe.model.dtype)}
+        dtype = hardware.compute_dtype(device, self.recipe.model.dtype)
+        return {"device": device, "dtype": dtype, "attention": self.recipe.model.attention}
 
     def file(self, name: str) -> str:
         """The path of a data file; package: names are files that ship with heedful."""
@@ -175,19 +176,17 @@ class Context:
 
 def _sft(context: Context, stage: StageFolder) -> dict[str, Any]:
     from heedful.data import tokenise
-    from heedful.data.formats import load_demonstrations
+    from heedful.data.load import load_demonstrations
     from heedful.data.splits import split
     from heedful.models.export import save_policy
-    from heedful.models.parts import LanguageModel
+    from heedful.models.roles import build_policy
     from heedful.train.sft import train_sft
 
     recipe, config = context.recipe, context.recipe.sft
     assert config is not None and recipe.data.demonstrations is not None
     records = load_demonstrations(context.file(recipe.data.demonstrations), on_bad_row=recipe.data.on_bad_row)
     train, heldout = split(records, recipe.data.heldout_fraction / 2, seed=recipe.seed)
-    policy = LanguageModel.load(
-        context.base, train=True, lora=config.lora, attention=recipe.model.attention, **context.hardware()
-    )
+    policy = build_policy(context.base, lora=config.lora, **context.hardware())
     limits: dict[str, Any] = {"max_tokens": config.max_tokens, "too_long": config.too_long, "train_on": config.train_on}
     samples = tokenise.demonstrations(train, policy.tokenizer, **limits)
     heldout_samples = tokenise.demonstrations(heldout, policy.tokenizer, **limits).samples if heldout else []
@@ -199,11 +198,11 @@ def _sft(context: Context, stage: StageFolder) -> dict[str, Any]:
 
 def _reward(context: Context, stage: StageFolder) -> dict[str, Any]:
     from heedful.data import tokenise
-    from heedful.data.formats import load_rankings
+    from heedful.data.load import load_rankings
     from heedful.data.pairs import consensus
     from heedful.data.splits import split
     from heedful.models.export import save_reward
-    from heedful.models.parts import ScalarModel
+    from heedful.models.roles import build_scalar
     from heedful.train.reward import train_reward
 
     recipe, config = context.recipe, context.recipe.reward
@@ -214,10 +213,9 @@ def _reward(context: Context, stage: StageFolder) -> dict[str, Any]:
         heldout = load_rankings(context.file(recipe.data.heldout_rankings), on_bad_row=recipe.data.on_bad_row)
     else:
         train, heldout = split(records, recipe.data.heldout_fraction, seed=recipe.seed)
-    model = ScalarModel.load(
-        context.sft_policy, train=True, head="new", lora=config.lora, seed=recipe.seed,
-        attention=recipe.model.attention, **context.hardware(),
-    )  # fmt: skip
+    model = build_scalar(
+        context.sft_policy, new_head=True, seed=recipe.seed, lora=config.lora, **context.hardware()
+    )
     limits: dict[str, Any] = {"max_tokens": config.max_tokens, "max_prompt_tokens": recipe.data.max_prompt_tokens}
     samples = tokenise.rankings(train, [consensus(r) for r in train], model.tokenizer, **limits)
     heldout_samples = tokenise.rankings(heldout, [consensus(r) for r in heldout], model.tokenizer, **limits)
@@ -228,9 +226,8 @@ def _reward(context: Context, stage: StageFolder) -> dict[str, Any]:
         f"{card.num_pairs} pairs of {card.num_prompts} prompts; length alone {card.length_accuracy or 0:.1%}"
     )
     save_reward(
-        model.model, model.tokenizer, stage.model, score_mean=card.score_mean, score_std=card.score_std,
-        card=card.to_json(),
-    )  # fmt: skip
+        model.model, model.tokenizer, stage.model, score_mean=card.score_mean, score_std=card.score_std, card=card
+    )
     return {
         "card": card.to_json(),
         "num_rankings": samples.num_kept,
@@ -263,7 +260,7 @@ def gate(card: RewardCard | None, recipe: Recipe) -> str:
 
 def _ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     from heedful.data import tokenise
-    from heedful.data.formats import load_prompts
+    from heedful.data.load import load_prompts
     from heedful.models.export import load_reward_card, save_policy
     from heedful.models.roles import build_roles
     from heedful.rollout.score import LearnedReward
@@ -276,8 +273,8 @@ def _ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     tell(f"gate: {verdict}")
     mean, std = (card.score_mean, card.score_std) if card and config.normalize_scores else (0.0, 1.0)
     roles = build_roles(
-        context.sft_policy, context.reward_model, lora=config.lora, value_shift=mean, value_scale=std,
-        attention=recipe.model.attention, **context.hardware(),
+        context.sft_policy, context.reward_model, policy_lora=config.lora, value_lora=config.lora, value_shift=mean,
+        value_scale=std, **context.hardware(),
     )  # fmt: skip
     source = recipe.data.prompts or recipe.data.rankings
     assert source is not None
@@ -296,12 +293,12 @@ def _ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
 def _evaluate(context: Context, stage: StageFolder) -> dict[str, Any]:
     from heedful.data import tokenise
     from heedful.data.files import write_jsonl
-    from heedful.data.formats import load_prompts, load_rankings
+    from heedful.data.load import load_prompts, load_rankings
     from heedful.data.splits import split
     from heedful.evaluate.gold import load_scorer, score_answers
     from heedful.evaluate.judge import judge
     from heedful.models.load import load_tokenizer
-    from heedful.models.parts import ScalarModel
+    from heedful.models.roles import build_scalar
     from heedful.records import Prompt
     from heedful.rollout.score import LearnedReward
 
@@ -334,7 +331,7 @@ def _evaluate(context: Context, stage: StageFolder) -> dict[str, Any]:
         ]
         scores["gold"] = (gold[0], gold[1])
     if recipe.reward is not None or recipe.model.reward:
-        model = ScalarModel.load(context.reward_model, attention=recipe.model.attention, **context.hardware())
+        model = build_scalar(context.reward_model, lora=None, trained=False, **context.hardware())
         read = LearnedReward(model, micro_batch_tokens=4096)
         scores["reward_model"] = (read(prompts, before), read(prompts, after))
     rows, metrics = judge(prompts, before, after, scores, seed=recipe.seed)
@@ -349,14 +346,14 @@ def _evaluate(context: Context, stage: StageFolder) -> dict[str, Any]:
 def _answers(context: Context, path: Path, side: str, encoded: list[Any]) -> list[Any]:
     """One answer to every held-out prompt; both policies draw from the same random streams."""
     from heedful.data.chat import end_token_ids
-    from heedful.models.parts import LanguageModel
+    from heedful.models.roles import build_policy
     from heedful.rollout.engine import Request, Sampling
     from heedful.rollout.hf import HFEngine
     from heedful.runs.progress import Progress
 
     recipe, config = context.recipe, context.recipe.evaluate
     assert config is not None
-    policy = LanguageModel.load(path, attention=recipe.model.attention, **context.hardware())
+    policy = build_policy(path, lora=None, trained=False, **context.hardware())
     engine = HFEngine(policy, end_token_ids(policy.tokenizer), batch_size=config.batch_size)
     limit = config.max_new_tokens or (recipe.ppo.sampling.max_new_tokens if recipe.ppo else 256)
     with Progress(f"Answers {side}", len(encoded)) as progress:

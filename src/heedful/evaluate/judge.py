@@ -37,11 +37,9 @@ def judge(
     categories = sorted({p.category for p in prompts if p.category})
     metrics: dict[str, Any] = {}
     for name, (old, new) in scores.items():
+        rows_of = {c: [i for i, p in enumerate(prompts) if p.category == c] for c in categories}
         metrics[name] = _compare(old, new, seed) | {
-            "by_category": {
-                c: _compare(*([s[i] for i, p in enumerate(prompts) if p.category == c] for s in (old, new)), seed)
-                for c in categories
-            }
+            "by_category": {c: _compare([old[i] for i in r], [new[i] for i in r], seed) for c, r in rows_of.items()}
         }
     metrics["end_token_rate"] = {"before": _ended(before), "after": _ended(after)}
     metrics["answer_tokens"] = {"before": _length(before), "after": _length(after)}

@@ -95,9 +95,9 @@ class HFEngine:
         for t in range(sampling.max_new_tokens):
             out = self._model(
                 input_ids=inputs_BT, attention_mask=mask_BT, position_ids=positions_BT,
-                past_key_values=cache, use_cache=True, logits_to_keep=1,
+                cache=cache, use_cache=True, logits_to_keep=1,
             )  # fmt: skip
-            cache = out.past_key_values
+            cache = out.cache
             uniforms_B = torch.tensor([row.uniforms[t] for row in active], device=self._device, dtype=torch.float64)
             tokens_B, logprobs_B = _sample(out.logits[:, -1].float(), uniforms_B, sampling.temperature)
             ended = torch.isin(tokens_B, self._end_ids).tolist()
@@ -168,8 +168,7 @@ def _uniforms(seed: int, request: Request, sampling: Sampling) -> list[float]:
 
 def _inference_copy(policy: LanguageModel) -> Any:
     """A frozen model of the policy's shape in the compute dtype, adapters left out."""
-    base = policy.model.get_base_model() if hasattr(policy.model, "peft_config") else policy.model
-    config = copy.deepcopy(base.config)
+    config = copy.deepcopy(policy.base.config)
     with torch.device(policy.device):
-        model = type(base)._from_config(config, dtype=policy.dtype)
+        model = type(policy.base)._from_config(config, dtype=policy.dtype)
     return model.requires_grad_(False).eval()

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from heedful.errors import EngineError
 from heedful.models.parts import ScalarModel
+from heedful.models.roles import Reward
 from heedful.records import Completion, Message, Prompt, Rollout
 
 
@@ -30,7 +31,7 @@ class LearnedReward:
 
     def __init__(
         self,
-        model: ScalarModel,
+        model: ScalarModel | Reward,
         *,
         micro_batch_tokens: int,
         mean: float = 0.0,

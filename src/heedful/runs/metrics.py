@@ -84,6 +84,8 @@ METRICS: tuple[Metric, ...] = (
     _m("ppo/ratio_mean", "", "none", "Mean ratio new to old", "within 0.02 of 1"),
     _m("ppo/ratio_max", "", "none", "Largest ratio new to old", "below about 5"),
     _m("ppo/value_clip_fraction", "fraction", "none", "Values whose update was clipped", "below about 0.3"),
+    _m("ppo/dual_clip_fraction", "fraction", "none", "Tokens whose loss the dual clip bounds", "near 0"),
+    _m("ppo/value_mean", "", "none", "Mean value prediction", "follows ppo/return_mean"),
     _m("ppo/explained_variance", "fraction", "up", "Share of the returns' variance the value model explains",
        "rises above 0"),
     _m("ppo/advantage_mean", "", "none", "Mean advantage before whitening", "near 0"),

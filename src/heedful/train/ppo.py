@@ -132,7 +132,7 @@ def _update(
             def prove(metrics: dict[str, float], first: bool = epoch == minibatch == 0) -> None:
                 if first:
                     guard.first_minibatch(
-                        metrics["ratio_gap_max"], metrics["clip_fraction"], dtype=roles.policy.dtype, step=step
+                        metrics["ratio_deviation_max"], metrics["clip_fraction"], dtype=roles.policy.dtype, step=step
                     )
 
             def policy_loss(batch: ExperienceBatch, denominator: int = denominator) -> LossOut:
@@ -234,7 +234,7 @@ def _update_statistics(name: str, steps: list[StepOut]) -> dict[str, float]:
     metrics = {
         f"ppo/{key}": (max if key.endswith("_max") else _mean)([s.metrics[key] for s in steps])
         for key in steps[0].metrics
-        if key != "ratio_gap_max"
+        if key != "ratio_deviation_max"
     }
     return metrics | {
         f"ppo/{name}_loss": _mean([s.loss for s in steps]),
