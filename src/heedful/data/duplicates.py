@@ -25,8 +25,8 @@ def group(texts: Sequence[str], threshold: float = 0.8) -> list[int]:
     """A group number for each text: equal for texts whose shingle sets overlap by ``threshold`` (Jaccard) or more.
 
     Groups are closed under chains (a ~ b and b ~ c puts a and c together), so they do not depend on the order of the
-    texts; ``threshold=1`` groups equal texts only. Numbers count from 0 in the order of first appearance. Candidates come from MinHash, each is then checked
-    exactly.
+    texts; ``threshold=1`` groups equal texts only. Numbers count from 0 in the order of first appearance. Candidates
+    come from MinHash, each is then checked exactly.
     """
     keys = [normalise(text) for text in texts]
     if threshold >= 1:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from heedful.data.formats.transcripts import common_text
 from heedful.data.load import load, load_rankings
 from heedful.data.pairs import consensus, to_pairs
 from heedful.errors import DataError
-from heedful.records import Message
+from heedful.records import Message, Ranking
 
 USER, ASSISTANT, SYSTEM = (lambda t, r=role: {"role": r, "content": t} for role in ("user", "assistant", "system"))
 HUMAN, GPT = "\n\nHuman: ", "\n\nAssistant: "
@@ -233,6 +236,65 @@ def test_oasst_missing_parent_is_named_and_the_thread_is_the_prompt(tmp_path: Pa
     write_jsonl(path, deep[4:])
     with pytest.raises(DataError, match="line 1: a message above the ranked replies is missing"):
         load(path)
+
+
+def spots(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) inside a row."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [spot for key in keys for spot in [(value, key), *spots(value[key])]]
+
+
+ODD = [None, 7, -1, "", "x", "1/0", [], {}, [None], [7], {"x": 1}, [{}], [[]], True, float("nan"), 10**400]
+
+
+SUMMARIES = [{"text": "bad", "policy": "p"}, {"text": "good", "policy": "q"}]
+OTHER_CASES: list[tuple[str, list[dict[str, Any]]]] = [
+    ("tldr", [{"info": {"post": "P", "title": "T"}, "summaries": SUMMARIES, "choice": 1, "extra": {"confidence": 6}}]),
+    ("pku_safer", [PKU]),
+    ("helpsteer3", [{"context": [USER("Q")], "response1": "a", "response2": "b", "overall_preference": 1,
+                     "individual_preference": [{"score": 1}]}]),
+    ("alpaca", [{"instruction": "Q", "input": "I", "output": "A", "system": "S", "history": [["q", "a"]]}]),
+    ("sharegpt", [{"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]}]),
+    ("messages", [{"messages": [USER("Q"), ASSISTANT("A")], "category": "c", "id": "1"}]),
+    ("messages", [{"messages": [USER("Q"), {"role": "assistant", "content": [{"type": "text", "text": "A"}]}]}]),
+    ("prompt_completion", [{"prompt": "Q", "completion": "A"}]),
+    ("messages_prompt", [{"messages": [USER("Q")], "info": {"k": 1}}]),
+    ("prompts", [{"prompt": "Q", "category": "c"}]),
+    ("arena", [{"conversation_a": "Q", "conversation_b": "Q", "winner": "tie"}]),
+    ("master", [{"group_id": "g", "prompt": [USER("Q")], "consensus": {"x": 1, "y": 2}, "gold": [["x", "y"]],
+                 "answers": [{"id": "x", "text": "a", "flags": ["f"]}, {"id": "y", "text": "b", "score": 1.0}]}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "data"), CASES + OTHER_CASES)
+def test_DAT_03_odd_values_anywhere_never_give_a_bare_error(
+    tmp_path: Path, name: str, data: list[dict[str, Any]]
+) -> None:
+    """Every field of every format, replaced by every odd value or taken away: a record, a count or a DataError."""
+    path = tmp_path / "a.jsonl"
+    for row, original in enumerate(data):
+        for spot in range(len(spots(original))):
+            for odd in [*ODD, "remove"]:
+                rows = copy.deepcopy(data)
+                container, key = spots(rows[row])[spot]
+                if odd == "remove":
+                    del container[key]
+                else:
+                    container[key] = odd
+                for form in ("auto", name):
+                    with contextlib.suppress(DataError):
+                        list(_records(path, form, rows))
+
+
+def _records(path: Path, form: str, rows: list[dict[str, Any]]) -> Any:
+    sample = [Row(i, row) for i, row in enumerate(rows, 1)]
+    found = registry.sniff(sample) if form == "auto" else registry.find(form)
+    fitting = [row for row in sample if found.matches(row.data)]
+    for row in found.join(fitting) if found.join else fitting:
+        record = found.parse(row.data)
+        if isinstance(record, Ranking):
+            to_pairs(record)
+        yield Ranking.from_json(json.loads(json.dumps(record.to_json()))) if isinstance(record, Ranking) else record
 
 
 # Prompts that have to be found: DAT-04, DAT-05, DAT-06.

@@ -87,6 +87,31 @@ def value(row: Fields, key: str) -> Any:
     return row[key]
 
 
+def listing(row: Fields, key: str, *, optional: bool = False) -> list[Any]:
+    """A field that must be a list; an optional one that is absent or null counts as empty."""
+    items = [] if optional and row.get(key) is None else value(row, key)
+    if not isinstance(items, list):
+        raise BadRow("wrong_type", f"field {key!r} must be a list, not {type(items).__name__}")
+    return items
+
+
+def objects(row: Fields, key: str, *, optional: bool = False) -> list[Fields]:
+    """A field that must be a list of objects."""
+    items = listing(row, key, optional=optional)
+    for i, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise BadRow("wrong_type", f"field '{key}[{i}]' must be an object, not {type(item).__name__}")
+    return items
+
+
+def mapping(row: Fields, key: str) -> Fields:
+    """A field that must be an object; an absent or null one counts as empty."""
+    item = {} if row.get(key) is None else row[key]
+    if not isinstance(item, Mapping):
+        raise BadRow("wrong_type", f"field {key!r} must be an object, not {type(item).__name__}")
+    return item
+
+
 def text(content: Any, field: str) -> str:
     """A string as it stands, without judging whether it is empty."""
     if content is None:
@@ -121,7 +146,7 @@ def number(content: Any, field: str, *, low: float = -math.inf, high: float = ma
             found = float(first) if not slash or float(second) == high else math.nan
         except ValueError:
             pass
-    elif isinstance(content, (int, float)) and not isinstance(content, bool):
+    elif isinstance(content, (int, float)) and not isinstance(content, bool) and abs(content) < 1e300:
         found = float(content)
     if not math.isfinite(found) or not low <= found <= high:
         scale = f" from {low:g} to {high:g}" if math.isfinite(low) and math.isfinite(high) else ""

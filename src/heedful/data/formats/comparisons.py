@@ -16,7 +16,9 @@ from heedful.data.formats.base import (
     choice,
     conversation,
     kept_info,
+    mapping,
     number,
+    objects,
     optional_text,
     pair,
     present,
@@ -30,18 +32,18 @@ from heedful.records import Message, Ranking
 
 def _parse_tldr(row: Fields) -> Ranking:
     """``choice`` is the index of the better summary."""
-    info, summaries = value(row, "info"), value(row, "summaries")
+    info, summaries = mapping(row, "info"), objects(row, "summaries")
+    first, second = (
+        Candidate(f"summaries[{i}].text", text(value(s, "text"), "text").strip(), optional_text(s, "policy"))
+        for i, s in enumerate(summaries)
+    )
     post = optional_text(info, "post", "article")
     if not post:
         raise BadRow("empty_prompt", "field 'info.post' is empty")
     head = [f"{name}: {info[key]}" for name, key in (("SUBREDDIT", "subreddit"), ("TITLE", "title")) if info.get(key)]
     prompt = "\n\n".join([*head, f"POST: {post}", "TL;DR:"])
-    first, second = (
-        Candidate(f"summaries[{i}].text", (s.get("text") or "").strip(), optional_text(s, "policy"))
-        for i, s in enumerate(summaries)
-    )
     chosen = choice(value(row, "choice"), "choice")
-    confidence = (row.get("extra") or {}).get("confidence")
+    confidence = mapping(row, "extra").get("confidence")
     return pair(
         row, (Message("user", prompt),), first, second, 1 if chosen == 0 else -1,
         info={"confidence": confidence} if confidence is not None else None,
@@ -73,8 +75,8 @@ def _parse_helpsteer3(row: Fields) -> Ranking:
     strength = number(value(row, "overall_preference"), "overall_preference", low=-3, high=3)
     candidates = [Candidate(f"response{i}", value(row, f"response{i}")) for i in (1, 2)]
     judged: dict[str, list[int]] = {}
-    for i, judgement in enumerate(row.get("individual_preference") or [], 1):
-        score = number(judgement.get("score"), f"individual_preference[{i}].score", low=-3, high=3)
+    for i, judgement in enumerate(objects(row, "individual_preference", optional=True), 1):
+        score = number(judgement.get("score"), f"individual_preference[{i - 1}].score", low=-3, high=3)
         judged[f"rater-{i}"] = _two_ranks(score)
     overall = _two_ranks(strength)
     prompt = conversation(value(row, "context"), "context")

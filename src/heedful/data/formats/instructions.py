@@ -11,6 +11,7 @@ from heedful.data.formats.base import (
     Format,
     answer_text,
     conversation,
+    listing,
     optional_text,
     pair,
     present,
@@ -26,7 +27,7 @@ def _alpaca_prompt(row: Fields) -> tuple[Message, ...]:
     turns: list[Message] = []
     if system := optional_text(row, "system"):
         turns.append(Message("system", system))
-    for i, exchange in enumerate(row.get("history") or []):
+    for i, exchange in enumerate(listing(row, "history", optional=True)):
         if not isinstance(exchange, (list, tuple)) or len(exchange) != 2:
             raise BadRow("wrong_type", f"field 'history[{i}]' must be a question and its answer")
         turns += [

@@ -93,9 +93,19 @@ def _parse_oasst(row: Fields) -> Ranking:
     return ranking(fields, prompt, candidates, ranks)
 
 
+def _looks_message(row: Fields) -> str | None:
+    fits = isinstance(row["message_id"], str) and isinstance(row["parent_id"], (str, type(None)))
+    return None if fits else "'message_id' and 'parent_id' must be text"
+
+
 def _looks_tree(row: Fields) -> str | None:
-    fits = isinstance(row["prompt"], dict) and "replies" in row["prompt"] and "message_id" in row["prompt"]
-    return None if fits else "'prompt' is no message with replies"
+    def fits(node: Any) -> bool:
+        if not isinstance(node, dict) or not isinstance(node.get("message_id"), str):
+            return False
+        replies = node.get("replies") or []
+        return isinstance(replies, list) and all(map(fits, replies))
+
+    return None if fits(row["prompt"]) else "'prompt' is no message with replies"
 
 
 HELPSTEER = Format(
@@ -104,7 +114,7 @@ HELPSTEER = Format(
 )  # fmt: skip
 OASST = Format(
     "oasst", "rankings", "oasst messages: parent_id, role, text, rank (0 = best)",
-    ("message_id", "parent_id", "role", "text"), _parse_oasst, join=join_messages,
+    ("message_id", "parent_id", "role", "text"), _parse_oasst, _looks_message, join_messages,
 )  # fmt: skip
 OASST_TREE = Format(
     "oasst_tree", "rankings", "oasst trees: a message with nested replies", ("message_tree_id", "prompt"),

@@ -15,9 +15,13 @@ from heedful.data.formats.base import (
     check_prompt,
     conversation,
     dense,
+    listing,
+    mapping,
     number,
+    objects,
     optional_text,
     ranking,
+    text,
     value,
 )
 from heedful.data.formats.transcripts import read_prompt
@@ -36,12 +40,15 @@ def write_master(record: Ranking) -> dict[str, Any]:
 def _parse_master(row: Fields) -> Ranking:
     """Documented forms of ranks: {id: rank} from 1 or from 0, or a list of ids, best first (a nested list is a tie)."""
     data = _without_nulls(dict(row))
+    for key in ("group_id", "category", "lang", "source"):
+        text(data.get(key, ""), key)
+    data["info"] = dict(mapping(data, "info"))
     schema = data.pop("schema", SCHEMA)
     if schema != SCHEMA:
         raise BadRow("unknown_schema", f"field 'schema' is {schema!r:.60}; this version reads {SCHEMA!r}")
     prompt = check_prompt(conversation(value(row, "prompt"), "prompt"))
     data["prompt"] = [turn.to_json() for turn in prompt]
-    answers, seen = _list(data, "answers"), set()
+    answers, seen = listing(data, "answers"), set()
     for i, answer in enumerate(answers):
         field = f"answers[{i}]"
         name = value(answer, "id") if isinstance(answer, Mapping) else None
@@ -55,10 +62,10 @@ def _parse_master(row: Fields) -> Ranking:
         raise BadRow("single_answer", f"{len(answers)} answer where a ranking needs two or more")
     if len({answer["text"] for answer in answers}) == 1:
         raise BadRow("identical_answers", "all answers are the same text")
-    judgements = [dict(j) if isinstance(j, Mapping) else {} for j in data.get("rankings") or []]
+    judgements = [dict(judgement) for judgement in objects(data, "rankings", optional=True)]
     for i, judgement in enumerate(judgements):
         judgement["ranks"] = read_ranks(judgement.get("ranks"), seen, f"rankings[{i}].ranks")
-        judgement.setdefault("annotator", FILE_ANNOTATOR)
+        judgement["annotator"] = text(judgement.get("annotator", FILE_ANNOTATOR), f"rankings[{i}].annotator")
     data["rankings"] = judgements
     if data.get("consensus") is not None:
         data["consensus"] = read_ranks(data["consensus"], seen, "consensus")
@@ -109,16 +116,9 @@ def whole_ranks(ranks: Sequence[Any], field: str) -> list[int]:
     return dense(values, best=min)
 
 
-def _list(row: Fields, key: str) -> list[Any]:
-    items = value(row, key)
-    if not isinstance(items, list):
-        raise BadRow("wrong_type", f"field {key!r} must be a list, not {type(items).__name__}")
-    return items
-
-
 def _parse_rankings(row: Fields) -> Ranking:
     """Best first; equal scores are a tie, scores that contradict the order are refused; ``rank``, if given, decides."""
-    items = [item if isinstance(item, Mapping) else {"text": item} for item in _list(row, "answers")]
+    items = [item if isinstance(item, Mapping) else {"text": item} for item in listing(row, "answers")]
     candidates = [
         Candidate(
             f"answers[{i}].text",
@@ -156,7 +156,7 @@ def _looks_rankings(row: Fields) -> str | None:
 
 def _parse_nectar(row: Fields) -> Ranking:
     """Each answer carries its rank, 1 = best."""
-    items = _list(row, "answers")
+    items = listing(row, "answers")
     missing = next((i for i, item in enumerate(items) if item.get("rank") is None), None)
     if missing is not None:
         raise BadRow("missing_ranks", f"field 'answers[{missing}].rank' is missing")
@@ -179,7 +179,7 @@ def _parse_ultrafeedback(row: Fields) -> Ranking:
 
     The overall score of the published set is known to hold 10 where 1 was meant, so it comes second.
     """
-    items = _list(row, "completions")
+    items = listing(row, "completions")
     key, high = ("fine-grained_score", 5) if all("fine-grained_score" in i for i in items) else ("overall_score", 10)
     scores = [number(i.get(key), f"completions[{n}].{key}", low=1, high=high) for n, i in enumerate(items)]
     candidates = [
@@ -198,7 +198,7 @@ def _looks_completions(inner: str, row: Fields) -> str | None:
 
 def _parse_nemo_rl(row: Fields) -> Ranking:
     """``rank`` 0 is best."""
-    items = _list(row, "completions")
+    items = listing(row, "completions")
     candidates = [Candidate(f"completions[{i}].completion", item.get("completion")) for i, item in enumerate(items)]
     ranks = whole_ranks([value(item, "rank") for item in items], "completions[].rank")
     return ranking(row, conversation(value(row, "context"), "context"), candidates, ranks)
