@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "05-objectives.md"
+PAGE = Path(__file__).parents[2] / "docs" / "03-objectives.md"
 
 
 def test_the_example_runs():

@@ -117,7 +117,7 @@ def _unknown(sample: list[Row]) -> str:
 
     nearest = max(FORMATS.values(), key=likeness)
     if likeness(nearest)[0] == 0:
-        return f"no known format has such rows (line {row.line} has the fields {keys}); see docs/03-data.md"
+        return f"no known format has such rows (line {row.line} has the fields {keys}); see docs/04-data.md"
     return (
         f"no known format fits the rows (line {row.line} has the fields {keys}); "
         f"the nearest is {nearest.name}, but {nearest.misfit(row.data)}"
