@@ -17,21 +17,22 @@ from heedful import __version__
 from heedful.cli import data, models, report, run
 from heedful.errors import HeedfulError
 
-DESCRIPTION = """Train language models from human feedback, from one laptop upward.
+DESCRIPTION = """Train language models from human feedback: demonstrations, rankings, reward model, PPO, report.
 
   heedful quickstart                 the whole pipeline on a small real model, ends with a report
   heedful data inspect FILE          what is in a file of demonstrations, rankings or prompts
   heedful run RECIPE.yaml            your own pipeline: sft → reward → ppo → evaluate → report
 """
+EPILOG = "`heedful VERB --help` explains a verb. Results go to standard output, progress to standard error."
 
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line; cheap to build, nothing heavy is imported."""
     top = argparse.ArgumentParser(
-        prog="heedful", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="heedful", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     top.add_argument("--version", action="version", version=f"heedful {__version__}")
-    verbs = top.add_subparsers(title="verbs, in the order of a project", metavar="VERB", dest="verb")
+    verbs = top.add_subparsers(title="verbs", metavar="VERB", dest="verb")
     for verb in (data, models, run, report):
         verb.add_parser(verbs)
     return top

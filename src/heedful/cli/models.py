@@ -10,7 +10,11 @@ from typing import Any
 
 def add_parser(subparsers: Any) -> None:
     """Add the verb ``models`` with ``pull`` and ``list``."""
-    parser = subparsers.add_parser("models", help="fetch models, list the ones that are here")
+    parser = subparsers.add_parser(
+        "models",
+        help="fetch models once, list those that are here",
+        description="Fetch a model (a run fetches by itself what it needs), or list those that load without a network.",
+    )
     verbs = parser.add_subparsers(dest="models_verb", required=True, metavar="VERB")
     pull_parser = verbs.add_parser("pull", help="fetch or convert a model into the cache and print its folder")
     pull_parser.add_argument("name", metavar="NAME", help="hub id, local folder, .gguf file or alias (smollm2-135m)")

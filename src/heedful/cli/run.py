@@ -7,33 +7,66 @@ from pathlib import Path
 from typing import Any
 
 VERBS = {
-    "quickstart": "the whole pipeline on SmolLM2-135M and data that ships with heedful, about ten minutes on two cores",
-    "run": "every stage of a recipe in order",
-    "sft": "only the sft stage of a recipe",
-    "reward": "only the reward stage of a recipe (the sft stage must be finished, if the recipe has one)",
-    "ppo": "only the ppo stage of a recipe (the stages before it must be finished)",
-    "evaluate": "only the evaluate stage of a recipe (the stages before it must be finished)",
+    "quickstart": (
+        "the whole pipeline on a small real model; needs nothing of yours",
+        """Run the shipped recipe `quickstart`: SFT, reward model, PPO and evaluation of
+SmolLM2-135M on data that comes with heedful, about ten minutes on two cores.
+The model (about 90 MB) is fetched once. A run that was cut off goes on by
+itself.""",
+    ),
+    "run": (
+        "every stage of a recipe in order, then the report",
+        """Run every stage that RECIPE has, in order: sft, reward, ppo, evaluate. Then
+write the report.""",
+    ),
+    "sft": (
+        "only supervised fine-tuning: imitate demonstrations",
+        "Run only the sft stage of RECIPE: imitate the demonstrations.",
+    ),
+    "reward": (
+        "only the reward model: learn which answers people prefer",
+        """Run only the reward stage of RECIPE: learn from rankings which answers people
+prefer. The sft stage must be finished, if RECIPE has one.""",
+    ),
+    "ppo": (
+        "only PPO: train the policy against the reward model",
+        """Run only the ppo stage of RECIPE: train the policy against the reward model.
+The stages before it must be finished.""",
+    ),
+    "evaluate": (
+        "only the evaluation: answers before and after, compared",
+        """Run only the evaluate stage of RECIPE: answer held-out prompts with the policy
+before and after training and compare. The stages before it must be finished.""",
+    ),
 }
-EPILOG = """Any key of the recipe can be set as --dotted.key VALUE, for example --ppo.steps 50.
-`heedful run --list_keys` prints every key with its default and meaning; `--print_config` the resolved recipe.
-Results go to OUTPUT/NAME (the recipe's keys `output` and `name`). A run that is there already is continued with
---resume; --new starts another one beside it. Ctrl-C saves a checkpoint after the current step."""
+EPILOG = """Every key of the recipe is an option too: --ppo.steps 50, --seed 1.
+`heedful run --list_keys` prints all keys with their defaults and meanings.
+
+The run is the folder OUTPUT/NAME, by default runs/NAME; it is never written
+over. Ctrl-C finishes the current step and saves; the same command with
+--resume goes on from there."""
+SINGLE_EPILOG = """The stages of one recipe share its run folder: a single stage goes on with the
+run that is there without --resume."""
 
 
 def add_parser(verbs: Any) -> None:
     """Register the verbs."""
-    for verb, text in VERBS.items():
+    for verb, (text, description) in VERBS.items():
+        takes_recipe, single = verb != "quickstart", verb in ("sft", "reward", "ppo", "evaluate")
         sub = verbs.add_parser(
-            verb, help=text, description=text[0].upper() + text[1:] + ".", epilog=EPILOG,
+            verb, help=text, description=description, epilog=f"{EPILOG}\n\n{SINGLE_EPILOG}" if single else EPILOG,
+            usage=f"heedful {verb} {'RECIPE ' if takes_recipe else ''}[options] [--dotted.key VALUE ...]",
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         )  # fmt: skip
-        if verb != "quickstart":
-            sub.add_argument("recipe", nargs="?", help="a YAML file, or the name of a recipe that ships with heedful")
+        if takes_recipe:
+            recipe_help = "a YAML file, or the name of a recipe that ships with heedful (quickstart); comes first"
+            sub.add_argument("recipe", nargs="?", metavar="RECIPE", help=recipe_help)
         sub.add_argument("--resume", action="store_true", help="go on with the run that is there")
-        sub.add_argument("--new", action="store_true", help="start a new run in a numbered folder beside it")
-        sub.add_argument("--accept_weak_reward", action="store_true", help="let PPO start below the reward gate")
-        sub.add_argument("--print_config", action="store_true", help="print the resolved recipe and stop")
-        sub.add_argument("--list_keys", action="store_true", help="print every recipe key with its meaning and stop")
+        sub.add_argument("--new", action="store_true", help="start another run beside it, named NAME-2, NAME-3, …")
+        weak_help = "let PPO start with a reward model below reward.min_accuracy (sets ppo.accept_weak_reward)"
+        sub.add_argument("--accept_weak_reward", action="store_true", help=weak_help)
+        sub.add_argument("--print_config", action="store_true", help="print the recipe as it would run, and stop")
+        sub.add_argument("--list_keys", action="store_true", help="print every recipe key with its meaning, and stop")
         sub.set_defaults(handler=handle, overrides=[])
 
 
@@ -67,6 +100,11 @@ def handle(arguments: argparse.Namespace) -> int:
         existing = _quickstart_existing(Path(recipe.output) / recipe.name)
         if existing == "finished":
             return 0
+    if arguments.new:  # the recipe of the new run bears its own name, so that it can be resumed by that name
+        from heedful.runs.folder import RunFolder
+
+        path = RunFolder.next_free(Path(recipe.output) / recipe.name)
+        recipe = recipe.model_copy(update={"name": path.name})
     from heedful import pipeline
 
     print(pipeline.run(recipe, existing=existing, only=stage))
