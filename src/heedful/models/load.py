@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import re
@@ -96,8 +97,19 @@ def load_tokenizer(path: Path | str) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
         raise ModelError(f"{path}: no tokenizer can be loaded ({' '.join(str(error).split())[:200]})") from error
-    ensure_pad(tokenizer)
+    ensure_pad(tokenizer, more_ends=_model_end_ids(Path(path)))
     return tokenizer
+
+
+def _model_end_ids(path: Path) -> list[int]:
+    """End ids in the model's files: the pad must differ from those too, with the model at hand or not."""
+    ends: list[int] = []
+    for file in (path / "generation_config.json", path / "config.json"):
+        if file.is_file():
+            config = json.loads(file.read_text(encoding="utf-8"))
+            ids = {**config, **(config.get("text_config") or {})}.get("eos_token_id")
+            ends += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return ends
 
 
 def load_causal(path: Path | str, *, dtype: torch.dtype, device: torch.device, attention: str = "auto") -> Any:

@@ -67,9 +67,6 @@ def add_lora(
             adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=True)
     except ValueError as error:
         raise ModelError(f"LoRA targets {targets!r} do not fit {type(model).__name__} ({error})") from error
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
     return adapted.eval()
 
 

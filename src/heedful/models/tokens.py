@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from heedful.errors import ModelError
@@ -42,7 +43,7 @@ def end_ids(tokenizer: Any, model: Any = None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(id) for id in found if id is not None))
 
 
-def ensure_pad(tokenizer: Any, model: Any = None) -> int:
+def ensure_pad(tokenizer: Any, model: Any = None, *, more_ends: Sequence[int] = ()) -> int:
     """Give tokenizer and model a pad token that is no end token, and let all their configs agree; returns its id.
 
     A pad that already differs from every end token stays. Else a special token that no chat uses becomes the pad (for
@@ -51,15 +52,17 @@ def ensure_pad(tokenizer: Any, model: Any = None) -> int:
 
     With a model, config and generation config get the pad id and every end id, the template's end of turn included;
     the tokenizer's own end token becomes the end of turn too, unless the template prints ``eos_token`` itself.
+
+    Args:
+        more_ends: end ids that a model not at hand has.
     """
-    ends = end_ids(tokenizer, model)
+    ends = tuple(dict.fromkeys((*end_ids(tokenizer, model), *more_ends)))
     template = str(tokenizer.chat_template or "")
     turn = end_of_turn_id(tokenizer)
     if turn is not None and turn != tokenizer.eos_token_id and "eos_token" not in template:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(turn)
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends or tokenizer.pad_token in template:
-        rows = None if model is None else model.get_input_embeddings().weight.shape[0]
-        free = _free_token(tokenizer, ends, template, rows)
+        free = _free_token(tokenizer, ends, template)
         if free is None:
             tokenizer.add_special_tokens({"pad_token": PAD_TOKEN})
         else:
@@ -70,14 +73,13 @@ def ensure_pad(tokenizer: Any, model: Any = None) -> int:
     return int(tokenizer.pad_token_id)
 
 
-def _free_token(tokenizer: Any, ends: tuple[int, ...], template: str, rows: int | None) -> str | None:
+def _free_token(tokenizer: Any, ends: tuple[int, ...], template: str) -> str | None:
     taken = {*ends, tokenizer.bos_token_id, tokenizer.unk_token_id}
     free = [
         str(token.content)
         for id, token in sorted(tokenizer.added_tokens_decoder.items())
         if token.special
         and id not in taken
-        and (rows is None or id < rows)
         and token.content not in template
         and not _OTHER_MEDIA.search(token.content)
     ]

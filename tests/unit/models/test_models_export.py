@@ -242,6 +242,16 @@ def test_EXP_06_generation_stops_at_the_templates_end_token(folder: Callable[...
     assert out.tolist() == [[20, 21, 9]]
 
 
+def test_EXP_06_ids_agree_even_when_the_live_model_was_never_told(tokenizer: Any, tmp_path: Path) -> None:
+    model = make_model("Llama", tokenizer, eos_token_id=0)
+    ensure_pad(tokenizer)
+    save_policy(model, tokenizer, tmp_path / "out")
+    for name in ("config.json", "generation_config.json"):
+        config = json.loads((tmp_path / "out" / name).read_text())
+        assert config["pad_token_id"] == tokenizer.pad_token_id == 4 and config["eos_token_id"] == [2, 0]
+    assert model.config.eos_token_id == 0  # and it is left alone
+
+
 CONVERSATIONS = [
     [("user", "Hi")],
     [("system", "Be brief."), ("user", "Why?")],

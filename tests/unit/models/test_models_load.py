@@ -92,6 +92,16 @@ def test_load_causal_agrees_with_its_tokenizer(folder: Callable[..., Path]) -> N
     assert model.config._attn_implementation == "eager" and not model.training
 
 
+def test_tokenizer_and_model_choose_the_same_pad(folder: Callable[..., Path]) -> None:
+    """As in Qwen 2.5: the pad is no end token of the tokenizer's, but one of the generation config's."""
+    path = folder("Qwen2", tokenizer=make_tokenizer(pad="<|endoftext|>"))
+    generation = json.loads((path / "generation_config.json").read_text())
+    (path / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [2, 0]}))
+    model, tokenizer = load_causal(path, dtype=F32, device=CPU), load_tokenizer(path)
+    assert tokenizer.pad_token_id == model.config.pad_token_id == 4
+    assert model.generation_config.eos_token_id == [2, 0]
+
+
 def test_a_causal_folder_with_missing_weights_is_refused(folder: Callable[..., Path]) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -226,6 +226,22 @@ def test_REW_03_score_does_not_depend_on_the_batch(kind: str, folder: Callable[.
         assert backwards[::-1] == pytest.approx(one_by_one, abs=1e-4)
 
 
+def test_micro_batches_stay_within_the_budget(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    part = scalar_model(folder())
+    shapes: list[tuple[int, int]] = []
+
+    def scores(self: ScalarModel, ids_NT: Tensor, attention_mask_NT: Tensor) -> Tensor:
+        shapes.append((ids_NT.shape[0], ids_NT.shape[1]))
+        return torch.zeros(len(ids_NT))
+
+    monkeypatch.setattr(ScalarModel, "scores", scores)
+    part.score_texts([PROMPT] * 7, WORDS, micro_batch_tokens=100)
+    assert sum(n for n, _ in shapes) == 7 and 1 < len(shapes) < 7
+    assert all(n * width <= 100 for n, width in shapes)
+    part.score_texts([PROMPT] * 7, WORDS, micro_batch_tokens=1)  # a single row may exceed the budget
+    assert [n for n, _ in shapes[-7:]] == [1] * 7
+
+
 def test_REW_07_scored_texts_end_where_training_sequences_end(folder: Callable[..., Path]) -> None:
     part = scalar_model(folder())
     for word in WORDS[1:]:
