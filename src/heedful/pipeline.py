@@ -75,6 +75,7 @@ def first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "")
 
 
 def _run_in(folder: RunFolder, recipe: Recipe, only: Stage | None) -> Path:
+    from heedful.models.hardware import seed_everything
     from heedful.report.build import write_report
 
     context = Context(recipe, folder)
@@ -86,6 +87,7 @@ def _run_in(folder: RunFolder, recipe: Recipe, only: Stage | None) -> Path:
             tell(f"{name}: finished already")
             continue
         folder.set_status("running", stage=name)
+        seed_everything(recipe.seed)  # new adapters: the same whether the stages before ran in this process or not
         started = time.perf_counter()
         results = RUNNERS[name](context, stage)
         seconds = time.perf_counter() - started

@@ -169,6 +169,8 @@ def _uniforms(seed: int, request: Request, sampling: Sampling) -> list[float]:
 def _inference_copy(policy: LanguageModel) -> Any:
     """A frozen model of the policy's shape in the compute dtype, adapters left out."""
     config = copy.deepcopy(policy.base.config)
-    with torch.device(policy.device):
+    devices = [policy.device] if policy.device.type == "cuda" else []
+    # first weights are drawn, but the run's random stream must not depend on when the engine was made
+    with torch.random.fork_rng(devices=devices), torch.device(policy.device):
         model = type(policy.base)._from_config(config, dtype=policy.dtype)
     return model.requires_grad_(False).eval()

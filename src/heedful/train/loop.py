@@ -63,12 +63,10 @@ class Loop:
                 if stats.samples:
                     writer.samples(i, stats.samples)
                 progress.step({short: stats.scalars[n] for n, short in self.shown.items() if n in stats.scalars})
-                done = i + 1
-                if done == self.total_steps:
-                    return
-                if stop() or done % self.config.every_steps == 0:
+                done, stopping = i + 1, stop()
+                if stopping or (done % self.config.every_steps == 0 and done < self.total_steps):
                     self._save(done)
-                if stop():
+                if stopping:
                     raise Interrupted(f"{self.title} stopped after step {done} of {self.total_steps}")
 
     def _restore(self) -> int:
