@@ -9,28 +9,7 @@ from typing import Any
 
 import pytest
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 WORDS = ["red", "blue", "green", "gold", "grey", "pink", "teal", "navy", "rose", "lime"]
-
-
-def toy_tokenizer() -> Any:
-    """One token per byte, ChatML, and the classic trap: pad = eos."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    core = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|im_end|>", additional_special_tokens=special
-    )
-    tokenizer.chat_template = CHATML
-    return tokenizer
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
@@ -42,6 +21,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random Llama of two layers with its tokenizer; dropout is set in its config (PPO-08)."""
     import torch
+    from toy_parts import toy_tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
 
     path = tmp_path_factory.mktemp("toy") / "model"
