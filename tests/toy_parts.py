@@ -70,6 +70,7 @@ def model_folder(path: Path, *, kind: str = "Llama", seed: int = 0, scalar: bool
 
 def policy(path: Path, *, dtype: torch.dtype = torch.float32, lora: LoraConfig | None = None) -> LanguageModel:
     """A policy part; adapters get a random update, so that they do something."""
+    torch.manual_seed(4)  # new adapters
     part = build_policy(path, lora=lora, device=CPU, dtype=dtype)
     if lora is not None:
         disturb(part)
@@ -92,6 +93,7 @@ def roles(
     if not policy_path.exists():
         model_folder(policy_path, kind=kind)
         model_folder(reward_path, kind=kind, seed=1, scalar=True)
+    torch.manual_seed(4)  # new adapters
     return build_roles(policy_path, reward_path, policy_lora=lora, value_lora=lora, device=CPU, dtype=dtype, **norm)
 
 

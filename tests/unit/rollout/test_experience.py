@@ -1,0 +1,186 @@
+"""Scripted answers become experience whose every number is known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from toy_parts import roles
+
+from heedful.batches import TokenBatch
+from heedful.config.recipe import KLConfig, LoraConfig, PPOConfig, SamplingConfig
+from heedful.models.roles import Roles
+from heedful.objectives import value
+from heedful.records import Completion, Rollout
+from heedful.rollout.experience import build_experience, partition
+
+PROMPT, EOS, PAD = [11, 12, 13], 2, 0
+
+
+class Scripted:
+    """A part that answers with given numbers, by the row's id."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, rows, outside=7.0):
+        self._rows, self._outside = rows, outside
+
+    def _stream(self, batch: TokenBatch):
+        """Given numbers on counted tokens, something else outside: nobody may look there."""
+        stream_BT = torch.full(batch.inputs_BT.shape, self._outside)
+        for row, name in enumerate(batch.ids):
+            stream_BT[row, batch.loss_mask_BT[row]] = torch.tensor(self._rows[name])
+        return stream_BT
+
+    def logprobs(self, batch, *, temperature=1.0, with_entropy=False):
+        stream_BT = self._stream(batch)
+        return stream_BT, (torch.ones_like(stream_BT) if with_entropy else None)
+
+    def values(self, batch):
+        return self._stream(batch)
+
+    def values_after(self, ids_NT):
+        return torch.tensor([0.7])
+
+
+def rollout(name, ids, score, finish="stop"):
+    c = Completion(name, 0, PROMPT, ids, [0.0] * len(ids), finish, 0, "")
+    return Rollout(c, {"fixed": score}, score)
+
+
+def build(rollouts, logprobs, reference, values, *, parts=None, **config):
+    settings = PPOConfig(**{"whiten_advantages": False, "missing_end_penalty": 0.0, "prompts_per_step": len(rollouts),
+                            **config})  # fmt: skip
+    scripted = Roles(Scripted(logprobs), Scripted(reference, 3.0), Scripted(values, -9.0), None)  # type: ignore[arg-type]
+    return build_experience(
+        rollouts, parts or scripted, settings, kl_coefficient=settings.kl.coefficient, pad_id=PAD,
+        generator=torch.Generator().manual_seed(0), check=lambda *_: None,
+    )  # fmt: skip
+
+
+def counted(x_BT, experience, row=0):
+    return x_BT[row][experience.batch.tokens.loss_mask_BT[row]].tolist()
+
+
+@pytest.mark.parametrize("company", [[], [20, 21, 22, 23, 24]])
+def test_PPO_01_the_score_lands_on_the_end_token(company):
+    rollouts = [rollout("a", [7, 8, EOS], 1.0)]
+    logprobs, reference, values = {"a/0": [-1, -2, -0.5]}, {"a/0": [-1.2, -1.5, -0.5]}, {"a/0": [0.5, 0.4, 0.3]}
+    if company:  # a longer answer in the batch: two pads after the end
+        rollouts.append(rollout("b", company, 0.5))
+        for stream in (logprobs, reference, values):
+            stream["b/0"] = [-1.0] * 5
+    e = build(rollouts, logprobs, reference, values, kl=KLConfig(coefficient=0.1), lam=0.95)
+    assert counted(e.batch.rewards_BT, e) == pytest.approx([-0.02, 0.05, 1.0], abs=1e-6)
+    assert counted(e.batch.advantages_BT, e) == pytest.approx([0.46425, 0.615, 0.7], abs=1e-6)
+    assert counted(e.batch.returns_BT, e) == pytest.approx([0.96425, 1.015, 1.0], abs=1e-6)
+    outside = ~e.batch.tokens.loss_mask_BT
+    for stream in (e.batch.rewards_BT, e.batch.advantages_BT, e.batch.returns_BT, e.kl_BT, e.entropy_BT):
+        assert not stream[outside].any()
+
+
+@pytest.mark.parametrize(
+    "finish, bootstrap, expected",
+    [("length", False, [-0.47, -0.6]), ("length", True, [0.195, 0.1]), ("stop", True, [-0.47, -0.6])],
+)
+def test_PPO_03_the_end_of_a_cut_answer(finish, bootstrap, expected):
+    """The last case ends exactly at the limit and is finished all the same."""
+    e = build(
+        [rollout("a", [7, 8 if finish == "length" else EOS], 0.0, finish)], {"a/0": [-1.0, -1.0]}, {"a/0": [-1.0, -1.0]},
+        {"a/0": [0.5, 0.6]}, bootstrap_truncated=bootstrap,
+    )  # fmt: skip
+    # λ = 0.95: A_0 = δ_0 + 0.95 A_1
+    assert counted(e.batch.advantages_BT, e) == pytest.approx(expected, abs=1e-6)
+
+
+def test_PPO_14_the_values_are_those_of_the_states_before_each_token():
+    e = build([rollout("a", [7, 8, 9, EOS], 1.0), rollout("b", [5, 6, 7, 8, 9, EOS], 0.0)],
+              {"a/0": [-1.0] * 4, "b/0": [-1.0] * 6}, {"a/0": [-1.0] * 4, "b/0": [-1.0] * 6},
+              {"a/0": [0.1] * 4, "b/0": [0.2] * 6})  # fmt: skip
+    mask_T = e.batch.tokens.loss_mask_BT[0]
+    assert mask_T.nonzero().flatten().tolist() == [2, 3, 4, 5]  # from the state after the last prompt token
+    assert int(mask_T.sum()) == 4
+
+    def loss(values_BT):
+        b = e.batch
+        denominator = b.tokens.num_counted_tokens
+        mask = b.tokens.loss_mask_BT
+        return float(value.clipped_mse(values_BT, b.old_values_BT, b.returns_BT, mask, denominator=denominator,
+                                       clip=None).loss)  # fmt: skip
+
+    base = loss(e.batch.old_values_BT)
+    moved = []
+    for t in range(mask_T.numel()):
+        changed_BT = e.batch.old_values_BT.clone()
+        changed_BT[0, t] += 1
+        if loss(changed_BT) != base:
+            moved.append(t)
+    assert moved == [2, 3, 4, 5]
+
+
+def test_a_missing_end_costs_and_scores_are_clipped():
+    rollouts = [rollout("a", [7], 9.0, "length"), rollout("b", [EOS], 9.0), rollout("c", [EOS], -9.0)]
+    zeros = {f"{n}/0": [0.0] for n in "abc"}
+    e = build(rollouts, zeros, zeros, zeros, score_clip=5.0, missing_end_penalty=1.5)
+    assert [counted(e.batch.rewards_BT, e, row) for row in range(3)] == [[3.5], [5.0], [-5.0]]
+    assert e.batch.scores_B.tolist() == [9.0, 9.0, -9.0]
+
+
+def test_PPO_05_PPO_06_whitening_is_over_the_counted_tokens_of_the_step():
+    zeros, many = {"a/0": [0.0], "b/0": [0.0], "c/0": [0.0]}, [rollout(n, [EOS], s) for n, s in zip("abc", (2, 4, 6))]
+    e = build(many, zeros, zeros, zeros, whiten_advantages=True, score_clip=None)
+    found = [counted(e.batch.advantages_BT, e, row)[0] for row in range(3)]
+    assert found == pytest.approx([-1.224745, 0, 1.224745], abs=1e-5)
+    one = build(many[:1], zeros, zeros, zeros, whiten_advantages=True, score_clip=None)
+    assert counted(one.batch.advantages_BT, one) == [0.0]
+
+
+@pytest.mark.parametrize("kind, expected", [("k1", 1.0), ("k2", 0.5), ("abs", 1.0), ("k3", 0.367879)])
+def test_the_estimator_of_the_penalty_is_the_recipes(kind, expected):
+    e = build([rollout("a", [EOS], 0.0)], {"a/0": [-1.0]}, {"a/0": [-2.0]}, {"a/0": [0.0]},
+              kl=KLConfig(coefficient=2.0, kind=kind))  # fmt: skip
+    assert counted(e.batch.rewards_BT, e) == pytest.approx([-2 * expected], abs=1e-5)
+    assert counted(e.kl_BT, e) == [1.0]  # what is logged is always the unbiased one
+
+
+def test_every_stream_is_shown_to_the_guard_with_its_own_rows():
+    seen = {}
+    rollouts = [rollout(n, [7, EOS], 1.0) for n in "abc"]
+    rows = {f"{n}/0": [-1.0, -1.0] for n in "abc"}
+    build_experience(
+        rollouts, Roles(*(Scripted(rows) for _ in range(3)), None),  # type: ignore[arg-type]
+        PPOConfig(prompts_per_step=3, micro_batch_tokens=5), kl_coefficient=0.1, pad_id=PAD,
+        generator=torch.Generator().manual_seed(0),
+        check=lambda name, x, tokens: seen.setdefault(name, []).extend(tokens.ids if len(x) == len(tokens.ids) else [0]),
+    )  # fmt: skip
+    assert set(seen) == {"log-probs", "reference log-probs", "values", "entropy", "scores", "rewards", "advantages"}
+    assert all(sorted(ids) == ["a/0", "b/0", "c/0"] for ids in seen.values())
+
+
+def test_a_partition_meets_every_row_once_within_the_budget():
+    config = PPOConfig(prompts_per_step=12, minibatches=3, micro_batch_tokens=50)
+    lengths = [5, 30, 12, 49, 60, 7, 8, 9, 10, 11, 2, 25]
+    cut = partition(lengths, config, torch.Generator().manual_seed(3))
+    assert [sum(map(len, minibatch)) for minibatch in cut] == [4, 4, 4]
+    assert sorted(row for minibatch in cut for rows in minibatch for row in rows) == list(range(12))
+    for rows in (rows for minibatch in cut for rows in minibatch):
+        assert len(rows) == 1 or len(rows) * max(lengths[r] for r in rows) <= 50
+    other = partition(lengths, config, torch.Generator().manual_seed(4))
+    assert cut != other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_PPO_08_the_reference_is_the_start_exactly(tmp_path_factory, dtype, lora, kind):
+    """Dropout is 0.1 in the models' configs."""
+    parts = roles(tmp_path_factory.getbasetemp(), dtype=dtype, lora=lora, kind=kind)
+    config = PPOConfig(prompts_per_step=4, micro_batch_tokens=30, sampling=SamplingConfig(temperature=0.7))
+    rollouts = [rollout(n, list(range(40, 43 + i)), 1.0) for i, n in enumerate("abcd")]
+    with torch.random.fork_rng():
+        e = build(rollouts, {}, {}, {}, parts=parts, **config.model_dump())
+    assert not e.kl_BT.any() and e.batch.old_logprobs_BT.any()
+    for name in ("old_logprobs_BT", "reference_logprobs_BT", "old_values_BT", "rewards_BT", "advantages_BT", "returns_BT"):
+        assert getattr(e.batch, name).dtype == torch.float32
+    assert dataclasses.is_dataclass(e.batch)
