@@ -39,7 +39,7 @@ class Longer:
 
 def train(parts, path, *, engine=None, seed=0, rewards=None, texts=None, **options):
     """Run PPO and return the rows of its metrics."""
-    config = PPOConfig(**{"steps": 1, "prompts_per_step": 6, "optimizer": RATE, "value_optimizer": RATE,
+    config = PPOConfig(**{"steps": 1, "prompts_per_step": 6, "optimizer": RATE.model_dump(), "value_optimizer": RATE.model_dump(),
                           "sampling": SamplingConfig(max_new_tokens=8), **options})  # fmt: skip
     stage = StageFolder(path, "ppo", 3)
     asked = prompts(parts.policy.tokenizer, texts) if texts else prompts(parts.policy.tokenizer)
@@ -158,8 +158,8 @@ def test_only_value_learns_during_the_warm_up(models, tmp_path):
 
 def test_PPO_20_the_schedule_counts_optimizer_steps(models, tmp_path):
     linear = OptimizerConfig(learning_rate=1e-5, schedule="linear", warmup_fraction=0.0)
-    rows = train(roles(models), tmp_path, steps=10, epochs=2, minibatches=2, prompts_per_step=2, optimizer=linear,
-                 value_optimizer=linear, sampling=SamplingConfig(max_new_tokens=2))  # fmt: skip
+    rows = train(roles(models), tmp_path, steps=10, epochs=2, minibatches=2, prompts_per_step=2, optimizer=linear.model_dump(),
+                 value_optimizer=linear.model_dump(), sampling=SamplingConfig(max_new_tokens=2))  # fmt: skip
     for name in ("ppo/policy_learning_rate", "ppo/value_learning_rate"):  # of the step's last update
         assert rows[4][name] == pytest.approx(1e-5 * (1 - 19 / 40)) and rows[9][name] == pytest.approx(1e-5 / 40)
 
@@ -261,8 +261,8 @@ def test_PPO_learns_what_is_rewarded(models, tmp_path):
             return [4.0 * c.text.count("x") / len(c.ids) for c in completions]
 
     fast = RATE.model_copy(update={"learning_rate": 3e-3, "epsilon": 1e-8})
-    rows = train(parts, tmp_path, steps=40, prompts_per_step=48, epochs=2, rewards=[Letter()], optimizer=fast,
-                 value_optimizer=fast, missing_end_penalty=0.0, score_clip=None,
+    rows = train(parts, tmp_path, steps=40, prompts_per_step=48, epochs=2, rewards=[Letter()], optimizer=fast.model_dump(),
+                 value_optimizer=fast.model_dump(), missing_end_penalty=0.0, score_clip=None,
                  sampling=SamplingConfig(max_new_tokens=4), kl=KLConfig(coefficient=0.0))  # fmt: skip
     assert rows[0]["ppo/score_mean"] < 0.2
     assert rows[-1]["ppo/score_mean"] > 2 and rows[-1]["ppo/kl_nats"] > 1
