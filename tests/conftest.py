@@ -21,8 +21,9 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random Llama of two layers with its tokenizer; dropout is set in its config (PPO-08)."""
     import torch
-    from toy_parts import toy_tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from toy_parts import toy_tokenizer
 
     path = tmp_path_factory.mktemp("toy") / "model"
     tokenizer = toy_tokenizer()
@@ -51,7 +52,8 @@ def toy_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path / "rankings.jsonl",
         (
             {"id": f"r{i}", "prompt": ask[i], "answers": [
-                {"text": "ok " * (1 + i % 3), "source": "a", "score": 0.9}, {"text": f"no {i}", "source": "b", "score": 0.5},
+                {"text": "ok " * (1 + i % 3), "source": "a", "score": 0.9},
+                {"text": f"no {i}", "source": "b", "score": 0.5},
                 {"text": "no no no", "source": "c", "score": 0.1}]}
             for i in range(20, 50)
         ),

@@ -26,7 +26,7 @@ class EngineError(HeedfulError, RuntimeError):
 
 
 class GuardError(HeedfulError, RuntimeError):
-    """A run-time proof failed: ratio not 1, KL not 0, a stream not finite. Training stopped before the optimizer moved."""
+    """A run-time proof failed: ratio not 1, KL not 0, a stream not finite. The optimizer has not moved."""
 
 
 class GateError(HeedfulError, RuntimeError):

@@ -26,6 +26,9 @@ from heedful.runs.folder import RunFolder, StageFolder
 from heedful.runs.progress import duration, peak_memory_bytes
 from heedful.train.loop import tell
 
+CHANGEABLE = {"ppo.accept_weak_reward"}
+"""Keys that may differ when a run goes on: the gate is overridden after it has spoken."""
+
 Continue = str
 """What to do about a run that is there already: "refuse", "resume" or "new"."""
 
@@ -47,18 +50,17 @@ def run(recipe: Recipe, *, existing: Continue = "refuse", only: Stage | None = N
 def open_run(recipe: Recipe, existing: Continue) -> RunFolder:
     """The locked run folder of ``recipe``; see :func:`run`."""
     path = Path(recipe.output) / recipe.name
-    if existing == "new":
+    if existing == "new":  # the new run's recipe bears its own name, so that it can be resumed by that name
         path = RunFolder.next_free(path)
+        recipe = recipe.model_copy(update={"name": path.name})
     if existing != "resume" or not (path / "recipe.yaml").exists():
         return RunFolder.create(path, recipe.model_dump(mode="json"))
-    folder = RunFolder.open(path, write=True)
-    difference = first_difference(folder.recipe, recipe.model_dump(mode="json"))
+    difference = first_difference(RunFolder.open(path).recipe, recipe.model_dump(mode="json"))
     if difference:
-        folder.close()
         raise CheckpointError(
             f"{path} holds a run of another recipe: {difference}; give that recipe to resume it, or --new for a new run"
         )
-    return folder
+    return RunFolder.open(path, write=True)
 
 
 def first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str | None:
@@ -69,7 +71,7 @@ def first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "")
             found = first_difference(a, b, f"{prefix}{key}.")
             if found:
                 return found
-        elif a != b:
+        elif a != b and f"{prefix}{key}" not in CHANGEABLE:
             return f"{prefix}{key} is {a!r} there and {b!r} here"
     return None
 
@@ -169,11 +171,32 @@ class Context:
         dtype = hardware.compute_dtype(device, self.recipe.model.dtype)
         return {"device": device, "dtype": dtype, "attention": self.recipe.model.attention}
 
-    def file(self, name: str) -> str:
-        """The path of a data file; package: names are files that ship with heedful."""
+    def read(self, load: Callable[..., list[Any]], name: str) -> list[Any]:
+        """The records that ``load`` finds in a data file; package: names are files that ship with heedful."""
         from heedful.data.shipped import data_path
 
-        return data_path(name)
+        return load(data_path(name), on_bad_row=self.recipe.data.on_bad_row)
+
+    def rankings(self) -> tuple[list[Any], list[Any]]:
+        """Training and held-out rankings; the same split for every stage of the run."""
+        from heedful.data.load import load_rankings
+        from heedful.data.splits import split
+
+        data = self.recipe.data
+        assert data.rankings is not None
+        records = self.read(load_rankings, data.rankings)
+        if data.heldout_rankings:
+            return records, self.read(load_rankings, data.heldout_rankings)
+        return split(records, data.heldout_fraction, seed=self.recipe.seed)
+
+    def prompts(self, source: str | None, *, heldout: bool) -> list[Any]:
+        """The prompts of a file, or else those of the training or held-out rankings."""
+        from heedful.data.load import load_prompts
+        from heedful.records import Prompt
+
+        if source is not None:
+            return self.read(load_prompts, source)
+        return [Prompt(r.group_id, r.prompt, r.category, r.source, r.info) for r in self.rankings()[heldout]]
 
 
 def _sft(context: Context, stage: StageFolder) -> dict[str, Any]:
@@ -186,7 +209,7 @@ def _sft(context: Context, stage: StageFolder) -> dict[str, Any]:
 
     recipe, config = context.recipe, context.recipe.sft
     assert config is not None and recipe.data.demonstrations is not None
-    records = load_demonstrations(context.file(recipe.data.demonstrations), on_bad_row=recipe.data.on_bad_row)
+    records = context.read(load_demonstrations, recipe.data.demonstrations)
     train, heldout = split(records, recipe.data.heldout_fraction / 2, seed=recipe.seed)
     policy = build_policy(context.base, lora=config.lora, **context.hardware())
     limits: dict[str, Any] = {"max_tokens": config.max_tokens, "too_long": config.too_long, "train_on": config.train_on}
@@ -200,21 +223,14 @@ def _sft(context: Context, stage: StageFolder) -> dict[str, Any]:
 
 def _reward(context: Context, stage: StageFolder) -> dict[str, Any]:
     from heedful.data import tokenise
-    from heedful.data.load import load_rankings
     from heedful.data.pairs import consensus
-    from heedful.data.splits import split
     from heedful.models.export import save_reward
     from heedful.models.roles import build_scalar
     from heedful.train.reward import train_reward
 
     recipe, config = context.recipe, context.recipe.reward
-    assert config is not None and recipe.data.rankings is not None
-    records = load_rankings(context.file(recipe.data.rankings), on_bad_row=recipe.data.on_bad_row)
-    if recipe.data.heldout_rankings:
-        train = records
-        heldout = load_rankings(context.file(recipe.data.heldout_rankings), on_bad_row=recipe.data.on_bad_row)
-    else:
-        train, heldout = split(records, recipe.data.heldout_fraction, seed=recipe.seed)
+    assert config is not None
+    train, heldout = context.rankings()
     model = build_scalar(
         context.sft_policy, new_head=True, seed=recipe.seed, lora=config.lora, **context.hardware()
     )
@@ -262,7 +278,6 @@ def gate(card: RewardCard | None, recipe: Recipe) -> str:
 
 def _ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     from heedful.data import tokenise
-    from heedful.data.load import load_prompts
     from heedful.models.export import load_reward_card, save_policy
     from heedful.models.roles import build_roles
     from heedful.rollout.score import LearnedReward
@@ -278,10 +293,8 @@ def _ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
         context.sft_policy, context.reward_model, policy_lora=config.lora, value_lora=config.lora, value_shift=mean,
         value_scale=std, **context.hardware(),
     )  # fmt: skip
-    source = recipe.data.prompts or recipe.data.rankings
-    assert source is not None
     prompts = tokenise.prompts(
-        load_prompts(context.file(source), on_bad_row=recipe.data.on_bad_row),
+        context.prompts(recipe.data.prompts, heldout=False),
         roles.policy.tokenizer,
         max_prompt_tokens=recipe.data.max_prompt_tokens,
     )
@@ -295,13 +308,10 @@ def _ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
 def _evaluate(context: Context, stage: StageFolder) -> dict[str, Any]:
     from heedful.data import tokenise
     from heedful.data.files import write_jsonl
-    from heedful.data.load import load_prompts, load_rankings
-    from heedful.data.splits import split
     from heedful.evaluate.gold import load_scorer, score_answers
     from heedful.evaluate.judge import judge
     from heedful.models.load import load_tokenizer
     from heedful.models.roles import build_scalar
-    from heedful.records import Prompt
     from heedful.rollout.score import LearnedReward
 
     recipe, config = context.recipe, context.recipe.evaluate
@@ -310,15 +320,7 @@ def _evaluate(context: Context, stage: StageFolder) -> dict[str, Any]:
     before_path, after_path = (
         (context.sft_policy, context.model_of("ppo")) if recipe.ppo else (context.base, context.model_of("sft"))
     )
-    if recipe.data.heldout_prompts:
-        records = load_prompts(context.file(recipe.data.heldout_prompts), on_bad_row=recipe.data.on_bad_row)
-    elif recipe.data.heldout_rankings:
-        records = load_prompts(context.file(recipe.data.heldout_rankings), on_bad_row=recipe.data.on_bad_row)
-    else:
-        assert recipe.data.rankings is not None
-        rankings = load_rankings(context.file(recipe.data.rankings), on_bad_row=recipe.data.on_bad_row)
-        heldout = split(rankings, recipe.data.heldout_fraction, seed=recipe.seed)[1]
-        records = [Prompt(r.group_id, r.prompt, r.category) for r in heldout]
+    records = context.prompts(recipe.data.heldout_prompts, heldout=True)
     encoded = tokenise.prompts(
         records, load_tokenizer(after_path), max_prompt_tokens=recipe.data.max_prompt_tokens
     ).samples[: config.max_prompts]

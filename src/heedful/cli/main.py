@@ -40,15 +40,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    overrides: list[str] = []
+    if words and words[0] in run.VERBS:
+        words[1:], overrides = run.take_overrides(words[1:])
     top = parser()
-    known, rest = top.parse_known_args(arguments)
+    known = top.parse_args(words)
     if known.verb is None:
         top.print_help()
         return 0
-    if rest and not hasattr(known, "overrides"):
-        top.error(f"unrecognized arguments: {' '.join(rest)}")
-    if hasattr(known, "overrides"):
-        known.overrides = rest
+    known.overrides = overrides
     try:
         return int(known.handler(known))
     except HeedfulError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,24 @@ SINGLE_EPILOG = """The stages of one recipe share its run folder: a single stage
 run that is there without --resume."""
 
 
+OWN_OPTIONS = ("resume", "new", "accept_weak_reward", "print_config", "list_keys", "help")
+
+
+def take_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command line without ``--dotted.key VALUE`` pairs, and those pairs."""
+    rest: list[str] = []
+    overrides: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        if not word.startswith("--") or word.removeprefix("--") in OWN_OPTIONS:
+            rest.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word:
+            overrides += [value for value in [next(remaining, None)] if value is not None]
+    return rest, overrides
+
+
 def add_parser(verbs: Any) -> None:
     """Register the verbs."""
     for verb, (text, description) in VERBS.items():
@@ -59,7 +78,7 @@ def add_parser(verbs: Any) -> None:
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         )  # fmt: skip
         if takes_recipe:
-            recipe_help = "a YAML file, or the name of a recipe that ships with heedful (quickstart); comes first"
+            recipe_help = "a YAML file, or the name of a recipe that ships with heedful (quickstart)"
             sub.add_argument("recipe", nargs="?", metavar="RECIPE", help=recipe_help)
         sub.add_argument("--resume", action="store_true", help="go on with the run that is there")
         sub.add_argument("--new", action="store_true", help="start another run beside it, named NAME-2, NAME-3, …")
@@ -67,7 +86,7 @@ def add_parser(verbs: Any) -> None:
         sub.add_argument("--accept_weak_reward", action="store_true", help=weak_help)
         sub.add_argument("--print_config", action="store_true", help="print the recipe as it would run, and stop")
         sub.add_argument("--list_keys", action="store_true", help="print every recipe key with its meaning, and stop")
-        sub.set_defaults(handler=handle, overrides=[])
+        sub.set_defaults(handler=handle)
 
 
 def handle(arguments: argparse.Namespace) -> int:
@@ -100,11 +119,6 @@ def handle(arguments: argparse.Namespace) -> int:
         existing = _quickstart_existing(Path(recipe.output) / recipe.name)
         if existing == "finished":
             return 0
-    if arguments.new:  # the recipe of the new run bears its own name, so that it can be resumed by that name
-        from heedful.runs.folder import RunFolder
-
-        path = RunFolder.next_free(Path(recipe.output) / recipe.name)
-        recipe = recipe.model_copy(update={"name": path.name})
     from heedful import pipeline
 
     print(pipeline.run(recipe, existing=existing, only=stage))

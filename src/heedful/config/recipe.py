@@ -84,6 +84,31 @@ class OptimizerConfig(Section):
     """The gradient of the whole step is scaled down to this norm."""
 
 
+class FineTuneOptimizer(OptimizerConfig):
+    """AdamW for supervised fine-tuning and the reward model."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-5
+    """Peak rate; for all weights of a small model. Adapters take about ten times as much."""
+
+
+class PolicyOptimizer(OptimizerConfig):
+    """AdamW for the policy of PPO."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-6
+    """Rate; an order below SFT's, since the data moves with the policy. Adapters take about a hundred times as much."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Constant, since PPO has no natural end."""
+    warmup_fraction: Fraction = 0.0
+    """No warm-up: the first advantages are as good as later ones."""
+
+
+class ValueOptimizer(PolicyOptimizer):
+    """AdamW for the value model of PPO."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Rate; above the policy's, since the value must follow it."""
+
+
 class LoraConfig(Section):
     """Low-rank adapters; without this section all weights are trained."""
 
@@ -123,7 +148,7 @@ class SFTConfig(Section):
     """Several samples in one row, without attention across them; pays off for many short samples on a GPU."""
     train_on: Literal["assistant", "last"] = "assistant"
     """Every assistant turn, or the last one only."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
+    optimizer: FineTuneOptimizer = FineTuneOptimizer()
     lora: LoraConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
 
@@ -145,7 +170,7 @@ class RewardConfig(Section):
     """The gate: PPO refuses a reward model below this held-out pair accuracy (see ppo.accept_weak_reward)."""
     evaluate_every_steps: Positive = 20
     """Optimizer steps between held-out evaluations."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-5)
+    optimizer: FineTuneOptimizer = FineTuneOptimizer()
     lora: LoraConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
 
@@ -215,11 +240,11 @@ class PPOConfig(Section):
     """A cut answer ends like a finished one (False), or its last value stands for the rest (True)."""
     accept_weak_reward: bool = False
     """Start although the reward model is below reward.min_accuracy."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=2e-6, schedule="constant", warmup_fraction=0.0)
-    value_optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-5, schedule="constant", warmup_fraction=0.0)
+    optimizer: PolicyOptimizer = PolicyOptimizer()
+    value_optimizer: ValueOptimizer = ValueOptimizer()
     lora: LoraConfig | None = None
     """Adapters for policy and value; the reference is then the policy with its adapters off, on the same base."""
-    checkpoint: CheckpointConfig = CheckpointConfig(every_steps=10)
+    checkpoint: CheckpointConfig = CheckpointConfig()
     sample_rows: Positive = 4
     """Answers per step kept in the sample table."""
     histogram_every_steps: Positive = 1

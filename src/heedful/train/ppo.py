@@ -192,7 +192,7 @@ def _statistics(
         (b.old_logprobs_BT[row][mask_BT[row]] - torch.tensor(r.completion.logprobs)).abs()
         for row, r in enumerate(rollouts)
     ])  # fmt: skip
-    scalars = {
+    scalars: dict[str, Tensor | float] = {
         "ppo/score_mean": scores_B.mean(),
         "ppo/score_std": scores_B.std(correction=0),
         "ppo/kl_nats": kl_B.mean(),

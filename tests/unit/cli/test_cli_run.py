@@ -4,6 +4,8 @@ import pytest
 
 from heedful import pipeline
 from heedful.cli.main import main
+from heedful.errors import CheckpointError
+from heedful.runs.folder import RunFolder
 
 RECIPE = "name: mine\noutput: {output}\nmodel: {{name: nowhere}}\ndata: {{demonstrations: d.jsonl}}\nsft: {{}}\n"
 
@@ -24,11 +26,15 @@ def recipe(tmp_path):
 
 
 def test_a_new_run_bears_its_own_name_so_that_it_can_be_resumed(recipe, calls, tmp_path):
-    (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert main(["run", str(recipe), "--new"]) == 0
-    assert calls[-1][0].name == "mine-2"
+    asked, keywords = calls[-1]
+    assert keywords["existing"] == "new"
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    with pipeline.open_run(asked, "new") as run:
+        assert run.name == "mine-2" and run.recipe["name"] == "mine-2"
     assert main(["run", str(recipe), "--name", "mine-2", "--resume"]) == 0
-    assert calls[-1][0].name == "mine-2" and calls[-1][1]["existing"] == "resume"
+    with pipeline.open_run(calls[-1][0], "resume") as run:
+        assert run.name == "mine-2"
 
 
 def test_a_single_stage_goes_on_with_the_run_of_its_recipe(recipe, calls):
@@ -40,6 +46,21 @@ def test_a_single_stage_goes_on_with_the_run_of_its_recipe(recipe, calls):
 def test_resume_and_new_exclude_each_other(recipe, calls, capsys):
     assert main(["run", str(recipe), "--resume", "--new"]) == 2
     assert "exclude each other" in capsys.readouterr().err and not calls
+
+
+def test_a_run_of_another_recipe_is_refused_and_left_as_it_was(recipe, calls, tmp_path):
+    main(["run", str(recipe)])
+    with pipeline.open_run(calls[-1][0], "refuse") as run:
+        run.set_status("finished")
+    main(["run", str(recipe), "--sft.epochs", "9", "--resume"])
+    with pytest.raises(CheckpointError, match="sft.epochs is 2.0 there and 9.0 here"):
+        pipeline.open_run(calls[-1][0], "resume")
+    assert RunFolder.open(tmp_path / "runs" / "mine").status["state"] == "finished"
+
+
+def test_options_may_stand_before_the_recipe(recipe, calls):
+    assert main(["run", "--sft.epochs", "3", str(recipe), "--resume"]) == 0
+    assert calls[-1][0].sft.epochs == 3 and calls[-1][1]["existing"] == "resume"
 
 
 def test_overrides_reach_the_recipe(recipe, calls):

@@ -110,3 +110,13 @@ def test_help_explains_every_key():
     for key in dotted_keys(Recipe):
         assert f"--{key}  (" in text or f"{key}: " in text, key
     assert "        \n" not in text, "a key without a description"
+
+
+def test_a_partly_written_section_keeps_the_other_defaults(tmp_path):
+    written = load_recipe(write(tmp_path, f"{SFT}  optimizer: {{weight_decay: 0.01}}\n"))
+    by_option = load_recipe(write(tmp_path, f"{SFT}  epochs: 2\n"), ["--sft.optimizer.weight_decay", "0.01"])
+    assert written == by_option and written.sft.optimizer.learning_rate == 2e-5
+    text = "data: {prompts: p}\nmodel: {reward: r}\nppo:\n  optimizer: {weight_decay: 0.1}\n"
+    ppo = load_recipe(write(tmp_path, text)).ppo
+    assert (ppo.optimizer.learning_rate, ppo.optimizer.schedule) == (2e-6, "constant")
+    assert "--ppo.optimizer.learning_rate  (float, default 2.0e-06)" in help_text()
