@@ -86,7 +86,12 @@ def disturb(part: Any, scale: float = 0.1, seed: int = 5) -> None:
 
 
 def roles(
-    folder: Path, *, dtype: torch.dtype = torch.float32, lora: LoraConfig | None = None, kind: str = "Llama", **norm: Any
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    lora: LoraConfig | None = None,
+    kind: str = "Llama",
+    **norm: Any,
 ) -> Roles:
     """The four parts of PPO, from random folders."""
     policy_path, reward_path = folder / f"{kind}-policy", folder / f"{kind}-reward"

@@ -29,7 +29,7 @@ DEADLINE_SECONDS = 120.0
 def processes() -> Any:
     """Processes forked from one that has imported everything, so that an attempt costs its work and no start-up."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["attempt", "heedful.pipeline", "heedful.train.ppo", "heedful.models.export", "peft"])
+    context.set_forkserver_preload(["attempt", "heedful.pipeline", "heedful.train.ppo", "transformers", "peft"])
     return context
 
 

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from toy_parts import roles
 
 from heedful.batches import TokenBatch
 from heedful.config.recipe import KLConfig, LoraConfig, PPOConfig, SamplingConfig
@@ -14,6 +13,7 @@ from heedful.models.roles import Roles
 from heedful.objectives import value
 from heedful.records import Completion, Rollout
 from heedful.rollout.experience import build_experience, partition
+from toy_parts import roles
 
 PROMPT, EOS, PAD = [11, 12, 13], 2, 0
 
@@ -86,10 +86,8 @@ def test_PPO_01_the_score_lands_on_the_end_token(company):
 )
 def test_PPO_03_the_end_of_a_cut_answer(finish, bootstrap, expected):
     """The last case ends exactly at the limit and is finished all the same."""
-    e = build(
-        [rollout("a", [7, 8 if finish == "length" else EOS], 0.0, finish)], {"a/0": [-1.0, -1.0]}, {"a/0": [-1.0, -1.0]},
-        {"a/0": [0.5, 0.6]}, bootstrap_truncated=bootstrap,
-    )  # fmt: skip
+    same, ids = {"a/0": [-1.0, -1.0]}, [7, 8 if finish == "length" else EOS]
+    e = build([rollout("a", ids, 0.0, finish)], same, same, {"a/0": [0.5, 0.6]}, bootstrap_truncated=bootstrap)
     # λ = 0.95: A_0 = δ_0 + 0.95 A_1
     assert counted(e.batch.advantages_BT, e) == pytest.approx(expected, abs=1e-6)
 
@@ -146,13 +144,17 @@ def test_the_estimator_of_the_penalty_is_the_recipes(kind, expected):
 
 def test_every_stream_is_shown_to_the_guard_with_its_own_rows():
     seen = {}
+
+    def check(name, stream, tokens):
+        assert len(stream) == len(tokens.ids)
+        seen.setdefault(name, []).extend(tokens.ids)
+
     rollouts = [rollout(n, [7, EOS], 1.0) for n in "abc"]
     rows = {f"{n}/0": [-1.0, -1.0] for n in "abc"}
     build_experience(
         rollouts, Roles(*(Scripted(rows) for _ in range(3)), None),  # type: ignore[arg-type]
         PPOConfig(prompts_per_step=3, micro_batch_tokens=5), kl_coefficient=0.1, pad_id=PAD,
-        generator=torch.Generator().manual_seed(0),
-        check=lambda name, x, tokens: seen.setdefault(name, []).extend(tokens.ids if len(x) == len(tokens.ids) else [0]),
+        generator=torch.Generator().manual_seed(0), check=check,
     )  # fmt: skip
     assert set(seen) == {"log-probs", "reference log-probs", "values", "entropy", "scores", "rewards", "advantages"}
     assert all(sorted(ids) == ["a/0", "b/0", "c/0"] for ids in seen.values())
@@ -178,9 +180,7 @@ def test_PPO_08_the_reference_is_the_start_exactly(tmp_path_factory, dtype, lora
     parts = roles(tmp_path_factory.getbasetemp(), dtype=dtype, lora=lora, kind=kind)
     config = PPOConfig(prompts_per_step=4, micro_batch_tokens=30, sampling=SamplingConfig(temperature=0.7))
     rollouts = [rollout(n, list(range(40, 43 + i)), 1.0) for i, n in enumerate("abcd")]
-    with torch.random.fork_rng():
-        e = build(rollouts, {}, {}, {}, parts=parts, **config.model_dump())
+    e = build(rollouts, {}, {}, {}, parts=parts, **config.model_dump())
     assert not e.kl_BT.any() and e.batch.old_logprobs_BT.any()
-    for name in ("old_logprobs_BT", "reference_logprobs_BT", "old_values_BT", "rewards_BT", "advantages_BT", "returns_BT"):
-        assert getattr(e.batch, name).dtype == torch.float32
-    assert dataclasses.is_dataclass(e.batch)
+    streams = [getattr(e.batch, f.name) for f in dataclasses.fields(e.batch) if f.name != "tokens"]
+    assert len(streams) == 7 and {stream.dtype for stream in streams} == {torch.float32}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from toy_parts import disturb, policy, prompts, requests
 
 from heedful.config.recipe import LoraConfig
 from heedful.data.chat import end_token_ids
@@ -12,6 +11,7 @@ from heedful.data.collate import completion_batch
 from heedful.errors import EngineError
 from heedful.rollout.engine import Request, Sampling, sample_seed
 from heedful.rollout.hf import HFEngine
+from toy_parts import disturb, policy, prompts, requests
 
 LORA = LoraConfig(rank=4)
 OFTEN = set(range(20))

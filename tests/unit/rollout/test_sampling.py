@@ -40,7 +40,7 @@ def test_small_probabilities_of_a_large_vocabulary_are_kept():
     logits_BV = torch.zeros(3, 100_000)
     uniforms_B = torch.tensor([0.123456789, 0.5, 0.987654321], dtype=torch.float64)
     tokens_B, _ = _sample(logits_BV, uniforms_B, 1.0)
-    assert tokens_B.tolist() == [12345, 50000, 98765] or (tokens_B - torch.tensor([12345, 50000, 98765])).abs().max() <= 1
+    assert (tokens_B - torch.tensor([12345, 50000, 98765])).abs().max() <= 1  # 0.5 lies on a border
 
 
 def test_temperature_0_takes_the_best_token_and_reports_its_log_prob():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-from toy_parts import model_folder, policy, prompts, requests, scalar
 
 from heedful.data.chat import answer_ids, end_token_ids
 from heedful.errors import EngineError
@@ -13,6 +12,7 @@ from heedful.rollout.engine import Request, Sampling
 from heedful.rollout.fake import FakeEngine
 from heedful.rollout.hf import HFEngine
 from heedful.rollout.score import LearnedReward, score
+from toy_parts import model_folder, policy, prompts, requests, scalar
 
 
 class Fixed:

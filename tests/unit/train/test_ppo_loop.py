@@ -7,9 +7,8 @@ import math
 
 import pytest
 import torch
-from toy_parts import disturb, prompts, roles
 
-from heedful.config.recipe import KLConfig, LoraConfig, OptimizerConfig, PPOConfig, SamplingConfig
+from heedful.config.recipe import KLConfig, LoraConfig, PPOConfig, SamplingConfig
 from heedful.data.chat import end_token_ids
 from heedful.errors import EngineError, GuardError
 from heedful.models.roles import Reference
@@ -18,9 +17,10 @@ from heedful.rollout.hf import HFEngine
 from heedful.rollout.score import LearnedReward
 from heedful.runs.folder import StageFolder
 from heedful.train.ppo import train_ppo
+from toy_parts import disturb, prompts, roles
 
 LORA = LoraConfig(rank=4)
-RATE = OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup_fraction=0.0, epsilon=1e-2)
+RATE = {"learning_rate": 1e-2, "schedule": "constant", "warmup_fraction": 0.0, "epsilon": 1e-2}
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +39,7 @@ class Longer:
 
 def train(parts, path, *, engine=None, seed=0, rewards=None, texts=None, **options):
     """Run PPO and return the rows of its metrics."""
-    config = PPOConfig(**{"steps": 1, "prompts_per_step": 6, "optimizer": RATE.model_dump(), "value_optimizer": RATE.model_dump(),
+    config = PPOConfig(**{"steps": 1, "prompts_per_step": 6, "optimizer": RATE, "value_optimizer": RATE,
                           "sampling": SamplingConfig(max_new_tokens=8), **options})  # fmt: skip
     stage = StageFolder(path, "ppo", 3)
     asked = prompts(parts.policy.tokenizer, texts) if texts else prompts(parts.policy.tokenizer)
@@ -84,7 +84,8 @@ def test_ROL_01_PPO_08_the_first_ratio_is_1_for_every_sampling_setting(models, t
 
 def test_PPO_08_dropout_that_is_left_on_is_caught(models, tmp_path):
     parts = roles(models)
-    parts.policy.base.model.embed_tokens = torch.nn.Sequential(parts.policy.base.model.embed_tokens, torch.nn.Dropout(0.1))
+    trunk = parts.policy.base.model
+    trunk.embed_tokens = torch.nn.Sequential(trunk.embed_tokens, torch.nn.Dropout(0.1))
     parts.policy.model.train()
     before = weights(parts)
     with pytest.raises(GuardError, match="KL to the reference is .* no dropout is active"):
@@ -120,7 +121,8 @@ def test_PPO_10_the_cut_into_micro_batches_changes_nothing(models, tmp_path, lor
     assert largest_gap(found[0], found[2]) < 1e-5 and largest_gap(found[1], found[2]) < 1e-5
     assert largest_gap(start, found[0]) > 1e-3
     for name in ("ppo/policy_loss", "ppo/value_loss", "ppo/policy_gradient_norm", "ppo/value_gradient_norm",
-                 "ppo/ratio_mean", "ppo/ratio_max", "ppo/clip_fraction", "ppo/value_mean", "ppo/approx_kl_nats"):  # fmt: skip
+                 "ppo/ratio_mean", "ppo/ratio_max", "ppo/clip_fraction", "ppo/value_mean", "ppo/approx_kl_nats",
+                 ):  # fmt: skip
         for one, _, whole in zip(*rows, strict=True):
             assert one[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-6), name
 
@@ -157,9 +159,9 @@ def test_only_value_learns_during_the_warm_up(models, tmp_path):
 
 
 def test_PPO_20_the_schedule_counts_optimizer_steps(models, tmp_path):
-    linear = OptimizerConfig(learning_rate=1e-5, schedule="linear", warmup_fraction=0.0)
-    rows = train(roles(models), tmp_path, steps=10, epochs=2, minibatches=2, prompts_per_step=2, optimizer=linear.model_dump(),
-                 value_optimizer=linear.model_dump(), sampling=SamplingConfig(max_new_tokens=2))  # fmt: skip
+    linear = {"learning_rate": 1e-5, "schedule": "linear", "warmup_fraction": 0.0}
+    rows = train(roles(models), tmp_path, steps=10, epochs=2, minibatches=2, prompts_per_step=2, optimizer=linear,
+                 value_optimizer=linear, sampling=SamplingConfig(max_new_tokens=2))  # fmt: skip
     for name in ("ppo/policy_learning_rate", "ppo/value_learning_rate"):  # of the step's last update
         assert rows[4][name] == pytest.approx(1e-5 * (1 - 19 / 40)) and rows[9][name] == pytest.approx(1e-5 / 40)
 
@@ -260,9 +262,9 @@ def test_PPO_learns_what_is_rewarded(models, tmp_path):
         def __call__(self, prompts, completions):
             return [4.0 * c.text.count("x") / len(c.ids) for c in completions]
 
-    fast = RATE.model_copy(update={"learning_rate": 3e-3, "epsilon": 1e-8})
-    rows = train(parts, tmp_path, steps=40, prompts_per_step=48, epochs=2, rewards=[Letter()], optimizer=fast.model_dump(),
-                 value_optimizer=fast.model_dump(), missing_end_penalty=0.0, score_clip=None,
+    fast = {**RATE, "learning_rate": 3e-3, "epsilon": 1e-8}
+    rows = train(parts, tmp_path, steps=40, prompts_per_step=48, epochs=2, rewards=[Letter()], optimizer=fast,
+                 value_optimizer=fast, missing_end_penalty=0.0, score_clip=None,
                  sampling=SamplingConfig(max_new_tokens=4), kl=KLConfig(coefficient=0.0))  # fmt: skip
     assert rows[0]["ppo/score_mean"] < 0.2
     assert rows[-1]["ppo/score_mean"] > 2 and rows[-1]["ppo/kl_nats"] > 1

@@ -7,9 +7,8 @@ import math
 
 import pytest
 import torch
-from toy_parts import model_folder, policy
 
-from heedful.config.recipe import OptimizerConfig, SFTConfig
+from heedful.config.recipe import SFTConfig
 from heedful.data import tokenise
 from heedful.data.chat import end_token_ids, prompt_ids
 from heedful.records import Demonstration, Message, TokenSample
@@ -17,8 +16,9 @@ from heedful.rollout.engine import Request, Sampling
 from heedful.rollout.hf import HFEngine
 from heedful.runs.folder import StageFolder
 from heedful.train.sft import heldout_loss, micro_batches, train_sft
+from toy_parts import model_folder, policy
 
-RATE = OptimizerConfig(learning_rate=1e-2, schedule="constant", warmup_fraction=0.0, epsilon=1e-2)
+RATE = {"learning_rate": 1e-2, "schedule": "constant", "warmup_fraction": 0.0, "epsilon": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def samples_of(part, num=8):
 
 
 def train(part, samples, path, **options):
-    config = SFTConfig(**{"epochs": 1, "prompts_per_step": 8, "optimizer": RATE.model_dump(), **options})
+    config = SFTConfig(**{"epochs": 1, "prompts_per_step": 8, "optimizer": RATE, **options})
     stage = StageFolder(path, "sft", 1)
     results = train_sft(part, samples, samples[:2], config, stage, seed=0)
     return results, [json.loads(line) for line in stage.metrics.read_text().splitlines()]
@@ -52,8 +52,8 @@ def test_SFT_01_the_end_is_learned_at_the_right_place(folder, tmp_path):
     assert part.pad_id not in end_token_ids(part.tokenizer)
     record = demonstration(0, "blue sky")
     samples = tokenise.demonstrations([record], part.tokenizer, max_tokens=256).samples
-    fast = RATE.model_copy(update={"epsilon": 1e-8, "learning_rate": 3e-3})
-    results, rows = train(part, samples, tmp_path, epochs=40, prompts_per_step=1, optimizer=fast.model_dump())
+    fast = {**RATE, "epsilon": 1e-8, "learning_rate": 3e-3}
+    results, rows = train(part, samples, tmp_path, epochs=40, prompts_per_step=1, optimizer=fast)
     assert rows[0]["sft/loss_nats"] > 4 and results["heldout_loss_nats"] < 0.05
     assert rows[0]["sft/num_tokens"] == len("blue sky") + 1
     request = Request("d0", 0, prompt_ids(part.tokenizer, record.messages[:1]))
@@ -113,9 +113,9 @@ def test_packing_changes_nothing(folder, tmp_path, row_tokens):
 
 
 def test_PPO_20_the_rate_falls_over_the_optimizer_steps(folder, tmp_path):
-    linear = OptimizerConfig(learning_rate=1e-5, schedule="linear", warmup_fraction=0.25)
+    linear = {"learning_rate": 1e-5, "schedule": "linear", "warmup_fraction": 0.25}
     part = policy(folder)
-    _, rows = train(part, samples_of(part), tmp_path, epochs=2, prompts_per_step=2, optimizer=linear.model_dump())
+    _, rows = train(part, samples_of(part), tmp_path, epochs=2, prompts_per_step=2, optimizer=linear)
     assert [row["sft/learning_rate"] for row in rows] == pytest.approx(
         [1e-5 * x for x in (0.5, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)]
     )
