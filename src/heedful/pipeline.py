@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from heedful.config.recipe import STAGES, Recipe, Stage
 from heedful.errors import CheckpointError, ConfigError, GateError
@@ -77,7 +77,6 @@ def first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "")
 
 
 def _run_in(folder: RunFolder, recipe: Recipe, only: Stage | None) -> Path:
-    from heedful.models.hardware import seed_everything
     from heedful.report.build import write_report
 
     context = Context(recipe, folder)
@@ -87,25 +86,27 @@ def _run_in(folder: RunFolder, recipe: Recipe, only: Stage | None) -> Path:
         stage = context.stage(name)
         if stage.is_finished:
             tell(f"{name}: finished already")
-            continue
-        folder.set_status("running", stage=name)
-        seed_everything(recipe.seed)  # new adapters: the same whether the stages before ran in this process or not
-        started = time.perf_counter()
-        results = RUNNERS[name](context, stage)
-        seconds = time.perf_counter() - started
-        stage.finish({
-            **results,
-            "seconds": seconds,
-            "training_seconds": _training_seconds(stage),
-            "peak_memory_bytes": peak_memory_bytes(),
-        })  # fmt: skip
+        else:
+            folder.set_status("running", stage=name)
+            _run_stage(context, stage)
         shutil.rmtree(stage.checkpoints, ignore_errors=True)  # the model is saved; nothing is resumed from here
-        tell(f"{name}: done in {duration(seconds)}")
     done = all(context.stage(name).is_finished for name in recipe.stages)
     folder.set_status("finished" if done else "interrupted", stage=stages[-1])
     report = write_report(folder.path)
     tell(f"Report: {report}")
     return report
+
+
+def _run_stage(context: Context, stage: StageFolder) -> None:
+    from heedful.models.hardware import seed_everything
+
+    started = time.perf_counter()
+    seed_everything(context.recipe.seed)  # new adapters: the same whether the stages before ran in this process or not
+    results = RUNNERS[cast(Stage, stage.name)](context, stage)
+    seconds = time.perf_counter() - started
+    training_seconds, peak = _training_seconds(stage), peak_memory_bytes()
+    stage.finish({**results, "seconds": seconds, "training_seconds": training_seconds, "peak_memory_bytes": peak})
+    tell(f"{stage.name}: done in {duration(seconds)}")
 
 
 def _training_seconds(stage: StageFolder) -> float:
@@ -183,8 +184,7 @@ class Context:
         from heedful.data.splits import split
 
         data = self.recipe.data
-        assert data.rankings is not None
-        records = self.read(load_rankings, data.rankings)
+        records = self.read(load_rankings, data.rankings) if data.rankings else []
         if data.heldout_rankings:
             return records, self.read(load_rankings, data.heldout_rankings)
         return split(records, data.heldout_fraction, seed=self.recipe.seed)

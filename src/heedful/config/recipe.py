@@ -118,8 +118,6 @@ class LoraConfig(Section):
     """The update is scaled by alpha / rank."""
     targets: str = "all-linear"
     """Module names, comma-separated, or all-linear."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """0: PPO needs equal log-probs in both forwards."""
 
 
 class CheckpointConfig(Section):

@@ -30,7 +30,6 @@ def add_lora(
     rank: int,
     alpha: float,
     targets: str | Sequence[str] = "all-linear",
-    dropout: float = 0.0,
     task: Literal["causal", "scalar"],
 ) -> Any:
     """Freeze the model and put float32 adapters on it; the update of a weight is (alpha / rank) · B · A.
@@ -39,7 +38,6 @@ def add_lora(
 
     Args:
         targets: "all-linear" (all but the head), or module names, as a list or comma-separated.
-        dropout: on the adapters' input, in ``train()`` mode only.
 
     Raises:
         ModelError: no module of that name.
@@ -55,7 +53,6 @@ def add_lora(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # declared int, used as a number
         target_modules=targets if isinstance(targets, str) else list(targets),
-        lora_dropout=dropout,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 keeps weights transposed
         task_type="CAUSAL_LM" if task == "causal" else "SEQ_CLS",
         # PEFT adds the head by itself for SEQ_CLS, but a dropped head would only show after reloading

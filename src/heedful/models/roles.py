@@ -34,8 +34,6 @@ class LoraSettings(Protocol):
     def alpha(self) -> float: ...
     @property
     def targets(self) -> str: ...
-    @property
-    def dropout(self) -> float: ...
 
 
 @final
@@ -129,9 +127,7 @@ def build_policy(
     weights = torch.float32 if lora is None else dtype
     model = load_causal(path, dtype=weights, device=device, attention=attention)
     if lora is not None:
-        model = add_lora(
-            model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dropout=lora.dropout, task="causal"
-        )
+        model = add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, task="causal")
     elif not trained:
         model.requires_grad_(False)
     return LanguageModel(model, load_tokenizer(path), device, dtype)
@@ -154,9 +150,7 @@ def build_scalar(
         path, dtype=weights, device=device, attention=attention, head="new" if new_head else "required", seed=seed
     )
     if lora is not None:
-        model = add_lora(
-            model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, dropout=lora.dropout, task="scalar"
-        )
+        model = add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, task="scalar")
     elif not trained:
         model.requires_grad_(False)
     return ScalarModel(model, load_tokenizer(path), device, dtype)

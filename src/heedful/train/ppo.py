@@ -85,6 +85,8 @@ def train_ppo(
         stats = _statistics(rollouts, experience, outs, clock)
         stats.scalars["ppo/kl_coefficient"] = controller.coefficient  # the one used in this step (PPO-11)
         controller.update(stats.scalars["ppo/kl_nats"], num_samples=len(rollouts))
+        if i % config.histogram_every_steps:
+            stats.histograms = {}
         stats.samples = _sample_rows(chosen, rollouts, experience, config)
         trail.add(stats.scalars)
         return stats
@@ -187,6 +189,7 @@ def _statistics(
     lengths_B = mask_BT.sum(dim=1).float()
     kl_B = experience.kl_BT.sum(dim=1)
     scores_B, counted = b.scores_B, int(mask_BT.sum())
+    plain_advantages = (b.returns_BT - b.old_values_BT)[mask_BT]  # before whitening
     k3_BT = kl.estimate(b.old_logprobs_BT, b.reference_logprobs_BT, kind="k3")
     gap = torch.cat([
         (b.old_logprobs_BT[row][mask_BT[row]] - torch.tensor(r.completion.logprobs)).abs()
@@ -201,8 +204,8 @@ def _statistics(
         "ppo/reward_mean": b.rewards_BT.sum() / len(rollouts),
         "ppo/entropy_nats": experience.entropy_BT.sum() / counted,
         "ppo/explained_variance": value.explained_variance(b.old_values_BT, b.returns_BT, mask_BT),
-        "ppo/advantage_mean": b.advantages_BT[mask_BT].mean(),
-        "ppo/advantage_std": b.advantages_BT[mask_BT].std(correction=0),
+        "ppo/advantage_mean": plain_advantages.mean(),
+        "ppo/advantage_std": plain_advantages.std(correction=0),
         "ppo/return_mean": b.returns_BT[mask_BT].mean(),
         "ppo/answer_tokens_mean": lengths_B.mean(),
         "ppo/end_token_rate": sum(r.completion.finish_reason == "stop" for r in rollouts) / len(rollouts),
