@@ -43,6 +43,10 @@ def run(recipe: Recipe, *, existing: Continue = "refuse", only: Stage | None = N
         CheckpointError: the folder exists and ``existing`` is "refuse", or it holds a run of another recipe.
         GateError: the reward model is too weak for PPO.
     """
+    if recipe.evaluate and recipe.evaluate.gold:
+        from heedful.evaluate.gold import load_scorer
+
+        load_scorer(recipe.evaluate.gold)  # a wrong name shows now, not after the training
     with open_run(recipe, existing) as folder:
         return _run_in(folder, recipe, only)
 

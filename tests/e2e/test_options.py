@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from outcome import TIMINGS
 
 from heedful import pipeline
 from heedful.config.read import dotted_keys, load_recipe
@@ -20,11 +21,9 @@ from heedful.config.recipe import Recipe
 from heedful.errors import HeedfulError
 from heedful.models.parts import Part
 from heedful.rollout.hf import HFEngine
-from heedful.runs.metrics import METRICS
 from heedful.train import checkpoint
 from toy_parts import CPU, model_folder
 
-TIMINGS = {metric.name for metric in METRICS if metric.is_timing} | {"time"}
 LORA: dict[str, Any] = {"rank": 4}
 
 OPTIMIZER = {

@@ -259,12 +259,16 @@ class PPOConfig(Section):
         return self.samples_per_step // self.minibatches
 
     @model_validator(mode="after")
-    def _divides(self) -> PPOConfig:
+    def _fits(self) -> PPOConfig:
         if self.samples_per_step % self.minibatches:
             raise ValueError(
                 f"minibatches ({self.minibatches}) must divide prompts_per_step × samples_per_prompt "
                 f"({self.samples_per_step})"
             )
+        if self.kl.target is not None and self.kl.coefficient == 0:
+            raise ValueError("kl.target steers kl.coefficient, which must then start above 0")
+        if self.kl.target is not None and self.kl.horizon < self.samples_per_step:
+            raise ValueError(f"kl.horizon ({self.kl.horizon}) must be at least a step ({self.samples_per_step} answers)")
         return self
 
 

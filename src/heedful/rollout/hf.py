@@ -75,6 +75,7 @@ class HFEngine:
         on_done: Callable[[int], None] | None = None,
     ) -> list[Completion]:
         """See :class:`~heedful.rollout.engine.Engine`. Rows of like length are decoded together."""
+        self._check_length(requests, sampling)
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
         done: dict[int, Completion] = {}
         for start in range(0, len(order), self._batch_size):
@@ -85,6 +86,15 @@ class HFEngine:
             if on_done is not None:
                 on_done(len(chosen))
         return [done[i] for i in range(len(requests))]
+
+    def _check_length(self, requests: Sequence[Request], sampling: Sampling) -> None:
+        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        longest = max((len(r.prompt_ids) for r in requests), default=0)
+        if limit is not None and longest + sampling.max_new_tokens - 1 > limit:  # the last token is not read
+            raise EngineError(
+                f"a prompt of {longest} tokens and an answer of up to {sampling.max_new_tokens} do not fit the {limit} "
+                f"positions of this model; lower max_prompt_tokens or max_new_tokens"
+            )
 
     def _decode(self, rows: list[_Row], sampling: Sampling) -> None:
         """Fill ``rows`` with sampled ids and log-probs."""

@@ -219,6 +219,17 @@ def test_making_an_engine_draws_nothing_from_the_random_stream(folder):
     assert torch.equal(torch.rand(4), expected)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_an_answer_that_does_not_fit_the_model_is_refused_before_it_begins(folder, kind):
+    part = policy(folder(kind))
+    (request,) = requests(part.tokenizer, ["a"])
+    room = 256 - len(request.prompt_ids) + 1
+    (c,) = HFEngine(part, [10**6]).generate([request], Sampling(room), seed=0)
+    assert len(c.ids) == room
+    with pytest.raises(EngineError, match="do not fit the 256 positions of this model"):
+        HFEngine(part, [10**6]).generate([request], Sampling(room + 1), seed=0)
+
+
 def test_damaged_weights_are_an_error_not_an_answer(folder):
     part = policy(folder())
     engine = engine_of(part)
