@@ -268,7 +268,9 @@ class PPOConfig(Section):
         if self.kl.target is not None and self.kl.coefficient == 0:
             raise ValueError("kl.target steers kl.coefficient, which must then start above 0")
         if self.kl.target is not None and self.kl.horizon < self.samples_per_step:
-            raise ValueError(f"kl.horizon ({self.kl.horizon}) must be at least a step ({self.samples_per_step} answers)")
+            raise ValueError(
+                f"kl.horizon ({self.kl.horizon}) must be at least the answers of a step ({self.samples_per_step})"
+            )
         return self
 
 
