@@ -1,12 +1,13 @@
 """Make the data of the quickstart: prompts, demonstrations, rankings, and the card that describes them.
 
     python scripts/make_quickstart_data.py prompts demonstrations      # no model needed, byte for byte the same
-    python scripts/make_quickstart_data.py rankings --policy FOLDER    # samples answers, then the panel ranks them
+    python scripts/make_quickstart_data.py rankings --policy FOLDER    # samples answers and ranks them; goes on where
+                                                                       # rankings.jsonl ends, so delete it to begin anew
     python scripts/make_quickstart_data.py card                        # counts and agreement into the data card
 
 All wording is in scripts/quickstart_text/*.yaml. A prompt is a template of a *family* filled with a *slot*; a slot of
-a family belongs to one use only (demonstration, ranking, ppo or heldout), and families marked ``heldout`` are kept for
-evaluation as a whole.
+a family belongs to one use only (demonstration, ranking, ppo or heldout), families marked ``heldout`` are kept for
+evaluation as a whole, and slots under ``ranked`` are all ranked: they came later and stand behind the others.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +35,10 @@ TEXT = ROOT / "quickstart_text"
 OUT = ROOT.parent / "src" / "heedful" / "data" / "quickstart"
 SEED = 2024
 SHARE_HELDOUT, SHARE_PPO = 0.11, 0.20
-"""Of the slots without a demonstration in a shared family; the rest is ranked."""
+"""Of the ``slots`` of a shared family; the rest is ranked."""
 SECOND_WRITER_EVERY = 3
 """Every third demonstration prompt is answered by two writers."""
-NUM_ANSWERS, NUM_ANNOTATORS, MAX_NEW_TOKENS, BATCH = 4, 3, 56, 32
+NUM_ANSWERS, NUM_ANNOTATORS, MAX_NEW_TOKENS, BATCH = 4, 3, 56, 64
 
 WRITERS = ["terse", "plain", "warm", "warm", "thorough", "eager", "eager", "rambling", "rambling", "plain"]
 REFUSERS = ["clear", "clear", "clear", "warm", "warm", "short", "eager", "vague", "vague", "rambling"]
@@ -51,6 +53,8 @@ class Item:
     use: str
     core: str = ""
     extra: str = ""
+    later: bool = False
+    """From ``ranked``: stands behind the items that were there before."""
 
 
 def load_items() -> list[Item]:
@@ -59,17 +63,21 @@ def load_items() -> list[Item]:
     for category in CATEGORIES:
         for family in yaml.safe_load((TEXT / f"{category}.yaml").read_text(encoding="utf-8")):
             items += _family_items(category, family)
-    random.Random(f"{SEED} order").shuffle(items)
-    return items
+    first, later = [i for i in items if not i.later], [i for i in items if i.later]
+    for part in (first, later):
+        random.Random(f"{SEED} order").shuffle(part)
+    return first + later
 
 
 def _family_items(category: str, family: dict[str, Any]) -> list[Item]:
-    name, slots, demos = family["family"], family["slots"], family.get("demos", [])
+    name, demos, slots, ranked = (family.get(key, []) for key in ("family", "demos", "slots", "ranked"))
     uses = ["demonstration"] * len(demos) + _uses(name, len(slots), family.get("heldout", False))
+    num_first = len(uses)
+    uses += ["ranking"] * len(ranked)
     answers = [d[1] for d in demos] if category == "question_answering" else []
-    answers += list(slots.values()) if isinstance(slots, dict) else []
+    answers += [answer for part in (slots, ranked) if isinstance(part, dict) for answer in part.values()]
     items = []
-    for n, (slot, use) in enumerate(zip([d[0] for d in demos] + list(slots), uses)):
+    for n, (slot, use) in enumerate(zip([d[0] for d in demos] + [*slots, *ranked], uses, strict=True)):
         info: dict[str, Any] = {"family": name, "use": use}
         if answers:
             info["answer"] = str(answers[n]).split("|")
@@ -78,7 +86,7 @@ def _family_items(category: str, family: dict[str, Any]) -> list[Item]:
         text = family["templates"][n % len(family["templates"])].format(x=slot)
         prompt = Prompt(f"{category}-{name}-{n:02d}", (Message("user", text),), category, "quickstart", info)
         core, extra = demos[n][-2:] if n < len(demos) else ("", "")
-        items.append(Item(prompt, use, core, extra))
+        items.append(Item(prompt, use, core, extra, later=n >= num_first))
     return items
 
 
@@ -144,48 +152,65 @@ def _refusal(item: Item, writer: str, phrases: dict[str, Any], rng: random.Rando
     return " ".join(styles[writer])
 
 
-def sample_answers(prompts: Sequence[Prompt], policy: Path, seed: int) -> list[list[Answer]]:
-    """NUM_ANSWERS sampled answers to each prompt by a policy folder, at temperature 1."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def sampler(policy: Path, seed: int) -> Callable[[Sequence[Prompt]], list[list[Answer]]]:
+    """A function that samples NUM_ANSWERS answers to each prompt at temperature 1, from a policy folder.
 
-    tokenizer = AutoTokenizer.from_pretrained(policy, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.bfloat16).eval()
-    ends = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    answers: list[list[Answer]] = []
-    per_batch = BATCH // NUM_ANSWERS
-    for start in range(0, len(prompts), per_batch):
-        torch.manual_seed(seed + start)
-        texts = [
-            tokenizer.apply_chat_template([m.to_json() for m in p.messages], tokenize=False, add_generation_prompt=True)
-            for p in prompts[start : start + per_batch]
+    An answer depends on the seed and its own prompt only, so that an interrupted run can go on.
+    """
+    from heedful.data.chat import end_token_ids, prompt_ids
+    from heedful.models.hardware import compute_dtype, device
+    from heedful.models.roles import build_policy
+    from heedful.rollout.engine import Request, Sampling
+    from heedful.rollout.hf import HFEngine
+
+    place = device()
+    model = build_policy(policy, lora=None, trained=False, device=place, dtype=compute_dtype(place))
+    engine = HFEngine(model, end_token_ids(model.tokenizer), batch_size=BATCH)
+
+    def sample(prompts: Sequence[Prompt]) -> list[list[Answer]]:
+        ids = [prompt_ids(model.tokenizer, p.messages) for p in prompts]
+        requests = [Request(p.id, k, tokens) for p, tokens in zip(prompts, ids) for k in range(NUM_ANSWERS)]
+        answers = [
+            Answer(
+                id=f"a{c.sample_index + 1}",
+                text=c.text,
+                policy="quickstart-sft",
+                flags=("cut",) if c.finish_reason == "length" else (),
+            )
+            for c in engine.generate(requests, Sampling(MAX_NEW_TOKENS), seed=seed)
         ]
-        batch = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-        with torch.no_grad():
-            output = model.generate(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], do_sample=True, temperature=1.0,
-                top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS, num_return_sequences=NUM_ANSWERS,
-                pad_token_id=pad, eos_token_id=sorted(ends),
-            )  # fmt: skip
-        rows = output[:, batch["input_ids"].shape[1] :].tolist()
-        for n in range(len(texts)):
-            group = []
-            for k, row in enumerate(rows[n * NUM_ANSWERS : (n + 1) * NUM_ANSWERS]):
-                flags = () if ends & set(row) else ("cut",)
-                text = tokenizer.decode(row, skip_special_tokens=True)
-                group.append(Answer(f"a{k + 1}", text, policy="quickstart-sft", flags=flags))
-            answers.append(group)
-        print(f"sampled {min(start + per_batch, len(prompts))}/{len(prompts)} prompts", flush=True)
-    return answers
+        return [answers[i : i + NUM_ANSWERS] for i in range(0, len(answers), NUM_ANSWERS)]
+
+    return sample
 
 
-def rank(prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]], seed: int) -> list[Ranking]:
-    """Every prompt's answers ranked by three of the five annotators, in turn."""
+def make_rankings(
+    prompts: Sequence[Prompt], path: Path, sample: Callable[[Sequence[Prompt]], list[list[Answer]]], seed: int
+) -> None:
+    """Rank the prompts that ``path`` does not hold yet, and save after every batch.
+
+    Raises:
+        SystemExit: the rows of ``path`` are not the first of ``prompts``.
+    """
+    rankings = [Ranking.from_json(row) for row in read(path)] if path.exists() else []
+    there = [(r.group_id, r.prompt, r.info) for r in rankings]
+    if there != [(p.id, p.messages, p.info) for p in prompts[: len(there)]]:
+        raise SystemExit(f"{path} holds rankings of other prompts than these; delete it, or name another --out")
+    if rankings:
+        print(f"{path} has {len(rankings)} rankings; they stay as they are")
+    step = BATCH // NUM_ANSWERS
+    for start in range(len(rankings), len(prompts), step):
+        chosen = prompts[start : start + step]
+        rankings += rank(chosen, sample(chosen), seed, first=start)
+        write(path, rankings)
+        print(f"ranked {len(rankings)}/{len(prompts)} prompts", flush=True)
+
+
+def rank(prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]], seed: int, *, first: int = 0) -> list[Ranking]:
+    """Every prompt's answers ranked by three of the five annotators, in turn; ``first`` prompts had theirs before."""
     teams = list(itertools.combinations(panel(), NUM_ANNOTATORS))
     rankings = []
-    for n, (prompt, group) in enumerate(zip(prompts, answers)):
+    for n, (prompt, group) in enumerate(zip(prompts, answers, strict=True), start=first):
         rankings.append(
             Ranking(
                 group_id=prompt.id,
@@ -215,7 +240,9 @@ Licence: Apache-2.0, as the rest of heedful. No person's data is in it.
 {categories}
 
 **Prompts.** A template of a family filled with a slot. A (family, slot) pair has one use only. {num_families} whole
-families are kept for evaluation: {families}. The other half of the held-out prompts has known templates and new slots.
+families are kept for evaluation: {families}. The other held-out prompts have known templates and new slots.
+{num_later} of the ranked prompts were added later; they are the last rows, most of them of families without a
+demonstration.
 `prompts_train.jsonl` holds the ranked prompts and those used by PPO alone (`info.use`).
 
 **Demonstrations.** Hand-written contents put into words by writers of mixed style (`source` names the style): terse,
@@ -258,6 +285,7 @@ def card(out: Path) -> str:
             for c in CATEGORIES
         ),
         num_families=len(new),
+        num_later=sum(i.later for i in items),
         families=", ".join(new),
         num_answers=NUM_ANSWERS,
         max_new_tokens=MAX_NEW_TOKENS,
@@ -285,7 +313,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def write(path: Path, records: Iterable[Record]) -> None:
     lines = [json.dumps(r.to_json(), ensure_ascii=False) + "\n" for r in records]
-    path.write_text("".join(lines), encoding="utf-8", newline="\n")
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text("".join(lines), encoding="utf-8", newline="\n")
+    os.replace(unfinished, path)
     print(f"wrote {len(lines)} rows to {path}")
 
 
@@ -310,8 +340,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ranked = [i.prompt for i in items if i.use == "ranking"]
         if options.limit:
             ranked = ranked[:: max(1, len(ranked) // options.limit)][: options.limit]
-        answers = sample_answers(ranked, options.policy, options.seed)
-        write(options.out / "rankings.jsonl", rank(ranked, answers, options.seed))
+        sample = sampler(options.policy, options.seed)
+        make_rankings(ranked, options.out / "rankings.jsonl", sample, options.seed)
     (options.out / "README.md").write_text(card(options.out), encoding="utf-8", newline="\n")
 
 

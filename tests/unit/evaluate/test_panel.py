@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -220,19 +221,68 @@ def test_DAT_10_no_prompt_is_in_two_splits(script: ModuleType) -> None:
     texts = [{p.messages[0].content for p in side} for side in (train, heldout)]
     assert len(texts[0]) == len(train) and len(texts[1]) == len(heldout)
     assert not (demos & texts[0] or demos & texts[1] or texts[0] & texts[1])
-    assert len(demos) + len(train) + len(heldout) >= 480 and len(heldout) >= 100
+    assert len(train) >= 850 and len(heldout) >= 100
     assert max(len(t.split()) for side in (demos, *texts) for t in side) <= 25
     for side in (train, heldout):
         assert {p.category for p in side} == {p.category for p in side[:40]} == set(CATEGORIES)
     known = {p.info["family"] for p in train}
     new = sum(p.info["family"] not in known for p in heldout)
     assert 0.5 < new / len(heldout) < 0.8
+    words = [{frozenset(t.lower().replace("?", "").split()) for t in side} for side in texts]
+    assert max(len(a & b) / len(a | b) for a in words[0] for b in words[1]) < 0.85  # one template, another slot
 
 
-@pytest.mark.skipif(not (SHIPPED / "rankings.jsonl").exists(), reason="rankings are made with the trained SFT policy")
+def test_the_ranked_prompts_are_many_of_every_kind(script: ModuleType) -> None:
+    items = script.load_items()
+    ranked = [i.prompt for i in items if i.use == "ranking"]
+    count = Counter(p.category for p in ranked)
+    assert set(count) == set(CATEGORIES) and min(count.values()) >= 150
+    harmful = sum(p.info["harmful"] for p in ranked if p.category == "safety")
+    assert 0.4 < harmful / count["safety"] < 0.6
+    assert len({i.prompt.id for i in items}) == len(items)
+    questions = [p for p in ranked if p.category == "question_answering"]
+    given_away = [p.id for p in questions if utility_parts(p, p.messages[0].content)["correct"] > 0]
+    assert all(p.info["answer"] for p in questions) and not given_away
+
+
+def test_slots_that_came_later_move_nothing(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids, texts, uses and places of the other items are those without any ``ranked`` slot."""
+    items = script.load_items()
+    load = script.yaml.safe_load
+    monkeypatch.setattr(script.yaml, "safe_load", lambda text: [{**f, "ranked": []} for f in load(text)])
+    assert script.load_items() == [i for i in items if not i.later] == items[: sum(not i.later for i in items)]
+    assert {i.use for i in items if i.later} == {"ranking"}
+
+
 def test_shipped_rankings_are_what_the_panel_says(script: ModuleType) -> None:
     rankings = [Ranking.from_json(row) for row in shipped("rankings")]
-    wanted = [item.prompt for item in script.load_items() if item.use == "ranking"]
-    assert [r.group_id for r in rankings] == [p.id for p in wanted]
+    wanted = [item.prompt for item in script.load_items() if item.use == "ranking"][: len(rankings)]
+    assert len(rankings) > 100 and [r.group_id for r in rankings] == [p.id for p in wanted]
     assert script.rank(wanted, [r.answers for r in rankings], script.SEED) == rankings
     assert len({round(v, 3) for r in rankings for v in answer_scores(r, utility)}) > 100
+
+
+def test_rankings_go_on_where_they_stopped(script: ModuleType, toy_model: Path, tmp_path: Path) -> None:
+    """Cut after its first batch, the step ends with the file that it makes in one go, with the answers of the model."""
+    ranked = [item.prompt for item in script.load_items() if item.use == "ranking"][:36]
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    sample = script.sampler(toy_model, 3)
+    script.make_rankings(ranked, whole, sample, seed=3)
+    rankings = [Ranking.from_json(row) for row in script.read(whole)]
+    assert [r.group_id for r in rankings] == [p.id for p in ranked]
+    assert all([a.id for a in r.answers] == ["a1", "a2", "a3", "a4"] for r in rankings)
+    texts = [a.text for r in rankings for a in r.answers]
+    assert len(set(texts)) > len(texts) / 2
+
+    def dies(prompts: list[Prompt]) -> list[list[Answer]]:
+        if cut.exists():
+            raise KeyboardInterrupt
+        return sample(prompts)
+
+    with pytest.raises(KeyboardInterrupt):
+        script.make_rankings(ranked, cut, dies, seed=3)
+    assert 0 < len(script.read(cut)) < len(ranked)
+    script.make_rankings(ranked, cut, sample, seed=3)
+    assert cut.read_bytes() == whole.read_bytes()
+    with pytest.raises(SystemExit, match="other prompts"):
+        script.make_rankings(ranked[1:], cut, sample, seed=3)
