@@ -56,20 +56,29 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class RankingBatch:
-    """P prompts with up to K answers each, every answer encoded once as prompt + answer."""
+    """P prompts with up to K answers each, in R right-padded rows.
 
-    ids_NT: Tensor
-    """int64 [N, T], right-padded; N distinct sequences"""
-    attention_mask_NT: Tensor
-    """int64 [N, T]"""
-    index_PK: Tensor
-    """int64 [P, K]; row of ``ids_NT`` of each answer, 0 where ``mask_PK`` is False"""
+    Separate: every row is a prompt and one answer. Shared: every row is a prompt and all its answers, which see the
+    prompt and themselves only; every answer's positions go on from the prompt's end.
+    """
+
+    ids_RT: Tensor
+    """int64 [R, T]"""
+    attention_mask_RT: Tensor
+    """int64 [R, T]; 0 = padding, 1 = real token. In shared rows 1 = the prompt, k + 1 = the k-th answer"""
+    position_ids_RT: Tensor
+    """int64 [R, T]; 0 on padding"""
+    rows_PK: Tensor
+    """int64 [P, K]; row of each answer's last token, 0 where ``mask_PK`` is False"""
+    columns_PK: Tensor
+    """int64 [P, K]; column of each answer's last token"""
     ranks_PK: Tensor
     """int64 [P, K]; 1 = best, equal = tie"""
     mask_PK: Tensor
     """bool [P, K]; True = a real answer"""
     ids: tuple[str, ...] = ()
     """group ids, for messages"""
+    shared: bool = False
 
 
 @dataclass(frozen=True)

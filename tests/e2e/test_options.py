@@ -77,6 +77,7 @@ TABLE: dict[str, dict[str, Any]] = {
 ELSEWHERE = {
     "name": "test_whole_run: the folder", "output": "test_whole_run: the folder",
     "reward.min_accuracy": "test_the_gate_reads_min_accuracy",
+    "reward.share_prompts": "test_models_shared_prompts: equal scores and gradients, so nothing else may change",
 }  # fmt: skip
 CASES = [(stage, key) for stage, keys in TABLE.items() for key in keys]
 

@@ -160,6 +160,8 @@ class RewardConfig(Section):
     """Rankings per optimizer step; all pairs of a ranking stay together and weigh as one prompt."""
     micro_batch_tokens: Positive = 4096
     """Padded tokens per forward; a ranking is never cut apart."""
+    share_prompts: bool = True
+    """Encode the prompt of a ranking once for all its answers in training, where the model's attention allows it."""
     max_tokens: Positive = 1024
     """Longest prompt + answer; longer answers are left out of their ranking and counted."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0

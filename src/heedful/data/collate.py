@@ -1,6 +1,6 @@
 """Token samples become tensors. The shift from tokens to predictions happens here and nowhere else.
 
-B sequences or rows, T predicted tokens, N distinct sequences, P prompts, K answers. What counts is decided by the
+B sequences or rows, T predicted tokens, R rows of rankings, P prompts, K answers. What counts is decided by the
 ``loss_mask`` that came with the tokens or by lengths; never by comparing ids with a pad or end id, which may be equal.
 """
 
@@ -38,7 +38,9 @@ def packed_batch(rows: Sequence[Sequence[TokenSample]], pad_id: int) -> TokenBat
     return _batch(rows, pad_id, packed=True)
 
 
-def block_attention_mask(attention_mask_BT: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:
+def block_attention_mask(
+    attention_mask_BT: Tensor, dtype: torch.dtype = torch.bool, *, first_is_shared: bool = False
+) -> Tensor:
     """Causal attention within each packed sample, [B, 1, T, T]: True, or 0.0 for a float ``dtype``, = may be seen.
 
     For transformers' "sdpa" (bool or float) and "eager" (float only: it adds the mask) attention. Padding sees itself,
@@ -46,9 +48,12 @@ def block_attention_mask(attention_mask_BT: Tensor, dtype: torch.dtype = torch.b
 
     Args:
         attention_mask_BT: int64 [B, T], the number of the sample of each input token, 0 = padding.
+        first_is_shared: every sample also sees sample 1 (the prompt that all answers follow).
     """
     T = attention_mask_BT.shape[1]
     same_BTT = attention_mask_BT[:, :, None] == attention_mask_BT[:, None, :]
+    if first_is_shared:
+        same_BTT = same_BTT | (attention_mask_BT == 1)[:, None, :]
     real_BTT = (attention_mask_BT > 0)[:, None, :]
     causal_TT = torch.ones(T, T, dtype=torch.bool, device=attention_mask_BT.device).tril()
     itself_TT = torch.eye(T, dtype=torch.bool, device=attention_mask_BT.device)
@@ -58,8 +63,8 @@ def block_attention_mask(attention_mask_BT: Tensor, dtype: torch.dtype = torch.b
     return torch.zeros_like(seen_B1TT, dtype=dtype).masked_fill(~seen_B1TT, torch.finfo(dtype).min)
 
 
-def ranking_batch(samples: Sequence[RankingSample], pad_id: int) -> RankingBatch:
-    """P rankings of up to K answers; identical answers of one ranking are encoded once.
+def ranking_batch(samples: Sequence[RankingSample], pad_id: int, *, share_prompts: bool = False) -> RankingBatch:
+    """P rankings of up to K answers, each prompt encoded once (``share_prompts``) or once per answer.
 
     Raises:
         DataError: no samples.
@@ -67,27 +72,34 @@ def ranking_batch(samples: Sequence[RankingSample], pad_id: int) -> RankingBatch
     if not samples:
         raise DataError("a batch needs at least one ranking")
     P, K = len(samples), max(len(sample.sequences) for sample in samples)
-    index_PK, ranks_PK = (torch.zeros(P, K, dtype=torch.int64) for _ in range(2))
+    rows_PK, columns_PK, ranks_PK = (torch.zeros(P, K, dtype=torch.int64) for _ in range(3))
     mask_PK = torch.zeros(P, K, dtype=torch.bool)
-    sequences: list[list[int]] = []
+    ids: list[list[int]] = []
+    numbers: list[list[int]] = []
+    positions: list[list[int]] = []
     for p, sample in enumerate(samples):
-        row_of: dict[tuple[int, ...], int] = {}
-        for k, sequence in enumerate(sample.sequences):
-            row = row_of.setdefault(tuple(sequence), len(sequences))
-            if row == len(sequences):
-                sequences.append(sequence)
-            index_PK[p, k] = row
-        num_answers = len(sample.sequences)
-        ranks_PK[p, :num_answers] = torch.tensor(sample.ranks)
-        mask_PK[p, :num_answers] = True
-    lengths_N = torch.tensor([len(sequence) for sequence in sequences])
+        num_prompt = sample.num_prompt_tokens
+        for k, (sequence, rank) in enumerate(zip(sample.sequences, sample.ranks, strict=True)):
+            if share_prompts and k > 0:
+                ids[-1] += sequence[num_prompt:]
+                positions[-1] += range(num_prompt, len(sequence))
+                numbers[-1] += [k + 2] * (len(sequence) - num_prompt)
+            else:
+                ids.append(list(sequence))
+                positions.append(list(range(len(sequence))))
+                numbers.append([1] * num_prompt + [2 if share_prompts else 1] * (len(sequence) - num_prompt))
+            rows_PK[p, k], columns_PK[p, k], ranks_PK[p, k] = len(ids) - 1, len(ids[-1]) - 1, rank
+            mask_PK[p, k] = True
     return RankingBatch(
-        ids_NT=_padded(sequences, pad_id),
-        attention_mask_NT=(torch.arange(int(lengths_N.max())) < lengths_N[:, None]).long(),
-        index_PK=index_PK,
+        ids_RT=_padded(ids, pad_id),
+        attention_mask_RT=_padded(numbers, 0),
+        position_ids_RT=_padded(positions, 0),
+        rows_PK=rows_PK,
+        columns_PK=columns_PK,
         ranks_PK=ranks_PK,
         mask_PK=mask_PK,
         ids=tuple(sample.group_id for sample in samples),
+        shared=share_prompts,
     )
 
 

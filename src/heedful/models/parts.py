@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from heedful.batches import TokenBatch
+from heedful.batches import RankingBatch, TokenBatch, to_device
 from heedful.errors import ModelError
 from heedful.models.hardware import autocast
 from heedful.models.load import scalar_head
@@ -63,7 +63,7 @@ class Part(ABC):
         return self._hidden(batch)
 
     def _hidden(self, batch: TokenBatch) -> Tensor:
-        mask = self._packed_mask(batch) if batch.packed else batch.attention_mask_BT
+        mask = self._packed_mask(batch.attention_mask_BT) if batch.packed else batch.attention_mask_BT
         return self._trunk(batch.inputs_BT, mask, batch.position_ids_BT, rows_may_be_longer=batch.packed)
 
     def _trunk(
@@ -82,17 +82,18 @@ class Part(ABC):
         hidden_BTD: Tensor = out.last_hidden_state
         return hidden_BTD
 
-    def _packed_mask(self, batch: TokenBatch) -> Tensor | None:
+    def _packed_mask(self, numbers_BT: Tensor, *, first_is_shared: bool = False) -> Tensor | None:
         from heedful.data.collate import block_attention_mask
 
         config = self.base.config.get_text_config()
         window = getattr(config, "sliding_window", None)
-        if window is not None and batch.inputs_BT.shape[1] > window:
+        if window is not None and numbers_BT.shape[1] > window:
             raise ModelError(f"packed rows must not be longer than this model's attention window of {window} tokens")
         kernel = config._attn_implementation
         if kernel.startswith("flash"):
             return None  # that kernel finds the borders itself, where positions start again at 0
-        return block_attention_mask(batch.attention_mask_BT, self.dtype if kernel == "eager" else torch.bool)
+        dtype = self.dtype if kernel == "eager" else torch.bool
+        return block_attention_mask(numbers_BT, dtype, first_is_shared=first_is_shared)
 
     @torch.no_grad()
     def _check_packing(self) -> None:
@@ -206,6 +207,33 @@ class ScalarModel(Part):
     def values(self, batch: TokenBatch) -> Tensor:
         """[B, T]: the scalar after each input token; entry t is the value of the state that predicts target t."""
         return self._scalars(self.hidden(batch))
+
+    def ranking_scores(self, batch: RankingBatch) -> Tensor:
+        """[P, K]: the scalar at the last token of every answer; what stands where ``mask_PK`` is False means nothing."""
+        mask: Tensor | None = batch.attention_mask_RT
+        if batch.shared:
+            mask = self._packed_mask(batch.attention_mask_RT, first_is_shared=True)
+        hidden_RTD = self._trunk(batch.ids_RT, mask, batch.position_ids_RT, rows_may_be_longer=batch.shared)
+        return self._scalars(hidden_RTD[batch.rows_PK, batch.columns_PK])
+
+    @torch.no_grad()
+    def can_share_prompts(self) -> bool:
+        """Whether answers that follow one prompt in one row come out as they do alone: tried on a small ranking."""
+        from heedful.data.collate import ranking_batch
+        from heedful.data.tokenise import RankingSample
+
+        config = self.base.config.get_text_config()
+        if config._attn_implementation.startswith("flash") or getattr(config, "sliding_window", None) is not None:
+            return False  # those kernels take no mask of this shape; a window would count the other answers
+        size = config.vocab_size
+        prompt, answers = [3 % size, 1 % size, 4 % size], ([1 % size, 5 % size], [9 % size, 2 % size, 6 % size])
+        sample = RankingSample("", "", [prompt + a for a in answers], [1, 2], ["a", "b"], len(prompt), [2, 3])
+        alone, shared = (
+            self.ranking_scores(to_device(ranking_batch([sample], self.pad_id, share_prompts=s), self.device))
+            for s in (False, True)
+        )
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.05
+        return bool((alone - shared).abs().max() <= tolerance * alone.abs().max())
 
     def values_after(self, ids_NT: Tensor) -> Tensor:
         """[N]: the value after the last token of unpadded sequences (what is still to come of a cut answer)."""

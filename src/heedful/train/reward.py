@@ -39,11 +39,12 @@ def train_reward(
     stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=of_data)
     total_steps = stream.num_steps(config.epochs)
     optimisation = Optimisation("reward", model.trainable_parameters(), config.optimizer, total_steps)
+    share_prompts = config.share_prompts and model.can_share_prompts()
 
     def step(i: int) -> StepStats:
         started = time.perf_counter()
         chosen = [samples[j] for j in next(stream)]
-        batches = micro_batches(chosen, config, model.pad_id)
+        batches = micro_batches(chosen, config, model.pad_id, share_prompts=share_prompts)
 
         def loss_of(batch: RankingBatch) -> LossOut:
             return _ranking_loss(model, batch, config, denominator=len(chosen))
@@ -73,21 +74,28 @@ def train_reward(
     return reward_card(model, heldout, config, seed=seed)
 
 
-def micro_batches(samples: Sequence[RankingSample], config: RewardConfig, pad_id: int) -> list[RankingBatch]:
+def micro_batches(
+    samples: Sequence[RankingSample], config: RewardConfig, pad_id: int, *, share_prompts: bool
+) -> list[RankingBatch]:
     """Whole rankings grouped so that padded tokens stay within the budget; a ranking is never cut apart."""
-    num_answers = max(len(s.sequences) for s in samples)
-    lengths = [num_answers * max(map(len, s.sequences)) for s in samples]
+    if share_prompts:
+        lengths = [s.num_prompt_tokens + sum(len(x) - s.num_prompt_tokens for x in s.sequences) for s in samples]
+    else:
+        lengths = [len(s.sequences) * max(map(len, s.sequences)) for s in samples]
     groups = token_budget_batches(lengths, config.micro_batch_tokens)
-    return [ranking_batch([samples[i] for i in group], pad_id) for group in groups]
+    return [ranking_batch([samples[i] for i in group], pad_id, share_prompts=share_prompts) for group in groups]
 
 
 @torch.no_grad()
 def reward_card(model: ScalarModel, samples: Sequence[RankingSample], config: RewardConfig, *, seed: int) -> RewardCard:
-    """Accuracy with interval, by category, loss, scale and the length-only baseline on held-out rankings."""
+    """Accuracy with interval, by category, loss, scale and the length-only baseline on held-out rankings.
+
+    Every answer is encoded with its own prompt here, as whoever uses the model will do.
+    """
     scores: list[list[float]] = [[] for _ in samples]
     loss = 0.0
     position = {s.group_id: i for i, s in enumerate(samples)}
-    for batch in micro_batches(samples, config, model.pad_id):
+    for batch in micro_batches(samples, config, model.pad_id, share_prompts=False):
         out, scores_PK = _scores_and_loss(model, batch, config, denominator=len(samples))
         loss += float(out.loss)
         for group_id, row, mask in zip(batch.ids, scores_PK.tolist(), batch.mask_PK.tolist(), strict=True):
@@ -124,8 +132,7 @@ def _scores_and_loss(
 ) -> tuple[LossOut, torch.Tensor]:
     """The loss of a batch and its scores [P, K]."""
     batch = to_device(batch, model.device)
-    scores_N = model.scores(batch.ids_NT, batch.attention_mask_NT)
-    scores_PK = scores_N[batch.index_PK]
+    scores_PK = model.ranking_scores(batch)
     out = preference.ranking(
         scores_PK, batch.ranks_PK, batch.mask_PK, label_smoothing=config.label_smoothing, denominator=denominator
     )

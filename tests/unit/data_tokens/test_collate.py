@@ -147,18 +147,36 @@ def ranking_sample(name: str, sequences: list[list[int]], ranks: list[int]) -> R
     return RankingSample(name, "", sequences, ranks, names, 1, [1] * len(ranks))
 
 
-def test_ranking_batch_encodes_identical_answers_once():
-    samples = [
-        ranking_sample("g1", [[1, 5, 2], [1, 6, 7, 2], [1, 5, 2]], [1, 2, 1]),
-        ranking_sample("g2", [[1, 5, 2], [1, 8, 2]], [2, 1]),
-    ]
-    batch = ranking_batch(samples, pad_id=2)
-    assert batch.ids_NT.tolist() == [[1, 5, 2, 2], [1, 6, 7, 2], [1, 5, 2, 2], [1, 8, 2, 2]]
-    assert batch.attention_mask_NT.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 0]]
-    assert batch.index_PK.tolist() == [[0, 1, 0], [2, 3, 0]]
+RANKINGS = [
+    ranking_sample("g1", [[1, 5, 2], [1, 6, 7, 2], [1, 4, 2]], [1, 2, 1]),
+    ranking_sample("g2", [[1, 5, 2], [1, 8, 2]], [2, 1]),
+]
+
+
+def test_ranking_batch_with_every_answer_on_its_own():
+    batch = ranking_batch(RANKINGS, pad_id=2)
+    assert batch.ids_RT.tolist() == [[1, 5, 2, 2], [1, 6, 7, 2], [1, 4, 2, 2], [1, 5, 2, 2], [1, 8, 2, 2]]
+    assert batch.attention_mask_RT.tolist() == [[1, 1, 1, 0], [1, 1, 1, 1], *[[1, 1, 1, 0]] * 3]
+    assert batch.rows_PK.tolist() == [[0, 1, 2], [3, 4, 0]]
+    assert batch.columns_PK.tolist() == [[2, 3, 2], [2, 2, 0]]
     assert batch.ranks_PK.tolist() == [[1, 2, 1], [2, 1, 0]]
     assert batch.mask_PK.tolist() == [[True] * 3, [True, True, False]]
-    assert batch.ids == ("g1", "g2")
+    assert batch.ids == ("g1", "g2") and not batch.shared
+
+
+def test_ranking_batch_with_shared_prompts():
+    batch = ranking_batch(RANKINGS, pad_id=2, share_prompts=True)
+    assert batch.ids_RT.tolist() == [[1, 5, 2, 6, 7, 2, 4, 2], [1, 5, 2, 8, 2, 2, 2, 2]]
+    assert batch.attention_mask_RT.tolist() == [[1, 2, 2, 3, 3, 3, 4, 4], [1, 2, 2, 3, 3, 0, 0, 0]]
+    assert batch.position_ids_RT.tolist() == [[0, 1, 2, 1, 2, 3, 1, 2], [0, 1, 2, 1, 2, 0, 0, 0]]
+    assert batch.rows_PK.tolist() == [[0, 0, 0], [1, 1, 0]]
+    assert batch.columns_PK.tolist() == [[2, 5, 7], [2, 4, 0]]
+
+
+def test_answers_of_a_shared_prompt_see_it_and_themselves_only():
+    batch = ranking_batch(RANKINGS[1:], pad_id=2, share_prompts=True)
+    seen = block_attention_mask(batch.attention_mask_RT, first_is_shared=True)[0, 0].int().tolist()
+    assert seen == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
 
 
 def test_batches_of_nothing_are_errors():
