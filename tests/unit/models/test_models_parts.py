@@ -122,7 +122,7 @@ def test_a_model_that_ignores_the_packing_mask_is_refused(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = language_model(folder())
-    monkeypatch.setattr(part, "_packed_mask", lambda b: (b.attention_mask_BT > 0).long())
+    monkeypatch.setattr(part, "_packed_mask", lambda numbers_BT: (numbers_BT > 0).long())
     with pytest.raises(ModelError, match="packed samples see each other"):
         part.logprobs(packed(ROWS))
 
