@@ -20,20 +20,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from heedful.config.recipe import STAGES, Recipe, Stage
-from heedful.errors import CheckpointError, ConfigError, GateError
+from heedful.errors import ConfigError, DataError, GateError
 from heedful.records import RewardCard
 from heedful.runs.folder import RunFolder, StageFolder
 from heedful.runs.progress import duration, peak_memory_bytes
+from heedful.runs.resume import open_run
 from heedful.train.loop import tell
 
-CHANGEABLE = {"ppo.accept_weak_reward"}
-"""Keys that may differ when a run goes on: the gate is overridden after it has spoken."""
 
-Continue = str
-"""What to do about a run that is there already: "refuse", "resume" or "new"."""
-
-
-def run(recipe: Recipe, *, existing: Continue = "refuse", only: Stage | None = None) -> Path:
+def run(recipe: Recipe, *, existing: str = "refuse", only: Stage | None = None) -> Path:
     """Run the stages of ``recipe`` (or ``only`` one of them) in its run folder and return the report's path.
 
     Args:
@@ -51,41 +46,13 @@ def run(recipe: Recipe, *, existing: Continue = "refuse", only: Stage | None = N
         return _run_in(folder, recipe, only)
 
 
-def open_run(recipe: Recipe, existing: Continue) -> RunFolder:
-    """The locked run folder of ``recipe``; see :func:`run`."""
-    path = Path(recipe.output) / recipe.name
-    if existing == "new":  # the new run's recipe bears its own name, so that it can be resumed by that name
-        path = RunFolder.next_free(path)
-        recipe = recipe.model_copy(update={"name": path.name})
-    if existing != "resume" or not (path / "recipe.yaml").exists():
-        return RunFolder.create(path, recipe.model_dump(mode="json"))
-    difference = first_difference(RunFolder.open(path).recipe, recipe.model_dump(mode="json"))
-    if difference:
-        raise CheckpointError(
-            f"{path} holds a run of another recipe: {difference}; give that recipe to resume it, or --new for a new run"
-        )
-    return RunFolder.open(path, write=True)
-
-
-def first_difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str | None:
-    """The first key in which two resolved recipes differ, in words; None when they are equal."""
-    for key in {**old, **new}:
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found = first_difference(a, b, f"{prefix}{key}.")
-            if found:
-                return found
-        elif a != b and f"{prefix}{key}" not in CHANGEABLE:
-            return f"{prefix}{key} is {a!r} there and {b!r} here"
-    return None
-
-
 def _run_in(folder: RunFolder, recipe: Recipe, only: Stage | None) -> Path:
     from heedful.report.build import write_report
 
     context = Context(recipe, folder)
     stages = recipe.stages if only is None else (only,)
     tell(f"Run {folder.path}: {' → '.join(recipe.stages)}")
+    context.check_files()
     for name in stages:
         stage = context.stage(name)
         if stage.is_finished:
@@ -102,11 +69,12 @@ def _run_in(folder: RunFolder, recipe: Recipe, only: Stage | None) -> Path:
 
 
 def _run_stage(context: Context, stage: StageFolder) -> None:
-    from heedful.models.hardware import seed_everything
+    from heedful.models.hardware import release_memory, seed_everything
 
     started = time.perf_counter()
     seed_everything(context.recipe.seed)  # new adapters: the same whether the stages before ran in this process or not
     results = RUNNERS[cast(Stage, stage.name)](context, stage)
+    release_memory()
     seconds = time.perf_counter() - started
     training_seconds, peak = _training_seconds(stage), peak_memory_bytes()
     stage.finish({**results, "seconds": seconds, "training_seconds": training_seconds, "peak_memory_bytes": peak})
@@ -181,6 +149,20 @@ class Context:
         from heedful.data.shipped import data_path
 
         return load(data_path(name), on_bad_row=self.recipe.data.on_bad_row)
+
+    def check_files(self) -> None:
+        """Every local data file of the recipe is there, so that none turns out to be missing hours later.
+
+        Raises:
+            DataError: names the key and the file.
+        """
+        from heedful.data.shipped import data_path
+
+        for key in ("demonstrations", "rankings", "prompts", "heldout_prompts", "heldout_rankings"):
+            name = getattr(self.recipe.data, key)
+            path = Path(data_path(name)) if name else None
+            if path is not None and path.suffix and not path.exists():  # a name without suffix may be a hub data set
+                raise DataError(f"data.{key}: {path}: no such file")
 
     def rankings(self) -> tuple[list[Any], list[Any]]:
         """Training and held-out rankings; the same split for every stage of the run."""

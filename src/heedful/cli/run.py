@@ -11,7 +11,7 @@ VERBS = {
     "quickstart": (
         "the whole pipeline on a small real model; needs nothing of yours",
         """Run the shipped recipe `quickstart`: SFT, reward model, PPO and evaluation of
-SmolLM2-135M on data that comes with heedful, about ten minutes on two cores.
+SmolLM2-135M on data that comes with heedful, about twelve minutes on two cores.
 The model (about 90 MB) is fetched once. A run that was cut off goes on by
 itself.""",
     ),

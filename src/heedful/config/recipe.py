@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -169,7 +169,7 @@ class RewardConfig(Section):
     min_accuracy: Fraction = 0.70
     """The gate: PPO refuses a reward model below this held-out pair accuracy (see ppo.accept_weak_reward)."""
     evaluate_every_steps: Positive = 20
-    """Optimizer steps between held-out evaluations."""
+    """Optimizer steps between held-out evaluations; the last step has one of its own."""
     optimizer: FineTuneOptimizer = FineTuneOptimizer()
     lora: LoraConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -267,6 +267,11 @@ class PPOConfig(Section):
                 f"minibatches ({self.minibatches}) must divide prompts_per_step × samples_per_prompt "
                 f"({self.samples_per_step})"
             )
+        if self.value_warmup_steps >= self.steps:
+            raise ValueError(
+                f"value_warmup_steps ({self.value_warmup_steps}) must be below steps ({self.steps}), or the policy "
+                f"never learns"
+            )
         if self.kl.target is not None and self.kl.coefficient == 0:
             raise ValueError("kl.target steers kl.coefficient, which must then start above 0")
         if self.kl.target is not None and self.kl.horizon < self.samples_per_step:
@@ -294,7 +299,7 @@ class EvaluateConfig(Section):
 class Recipe(Section):
     """A whole run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Annotated[str, BeforeValidator(str), Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run's folder."""
     seed: Annotated[int, Field(ge=0)] = 0
     """One seed for data order, new heads and sampling; same seed, same machine, same result."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import platform
 import random
 from pathlib import Path
@@ -78,6 +79,16 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def release_memory() -> None:
+    """Give memory that was freed back to the system.
+
+    glibc keeps it, in pieces too small for the tensors of the next phase, so that the peaks of rollout, scoring and
+    training would add up instead of following each other.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def seed_everything(seed: int) -> None:

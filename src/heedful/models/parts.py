@@ -209,7 +209,7 @@ class ScalarModel(Part):
         return self._scalars(self.hidden(batch))
 
     def ranking_scores(self, batch: RankingBatch) -> Tensor:
-        """[P, K]: the scalar at the last token of every answer; what stands where ``mask_PK`` is False means nothing."""
+        """[P, K]: the scalar at the last token of every answer; meaningless where ``mask_PK`` is False."""
         mask: Tensor | None = batch.attention_mask_RT
         if batch.shared:
             mask = self._packed_mask(batch.attention_mask_RT, first_is_shared=True)

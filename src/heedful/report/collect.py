@@ -111,7 +111,7 @@ def _stage(stage: StageFolder) -> dict[str, Any]:
         "is_finished": stage.is_finished,
         "last_step": table.last_step,
         "results": stage.results,
-        "seconds": _first_number(stage.results.get("seconds"), table.last("run/seconds")),
+        "seconds": _first_number(stage.results.get("seconds")),
         "peak_memory_bytes": _first_number(stage.results.get("peak_memory_bytes"), table.last("run/peak_memory_bytes")),
         "seconds_spent": {
             part: total for part in ("rollout", "score", "train") if (total := _total(table, f"ppo/seconds_{part}"))

@@ -100,13 +100,13 @@ class HFEngine:
         """Fill ``rows`` with sampled ids and log-probs."""
         ids_BT, mask_BT = self._left_padded([row.request.prompt_ids for row in rows])
         positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)
-        active, cache = list(rows), None
-        inputs_BT = ids_BT
+        cache = self._prefill(ids_BT[:, :-1], mask_BT[:, :-1], positions_BT[:, :-1])
+        active = list(rows)
+        inputs_BT, positions_BT = ids_BT[:, -1:], positions_BT[:, -1:]
         for t in range(sampling.max_new_tokens):
             out = self._model(
-                input_ids=inputs_BT, attention_mask=mask_BT, position_ids=positions_BT,
-                cache=cache, use_cache=True, logits_to_keep=1,
-            )  # fmt: skip
+                input_ids=inputs_BT, attention_mask=mask_BT, position_ids=positions_BT, cache=cache, use_cache=True
+            )
             cache = out.cache
             uniforms_B = torch.tensor([row.uniforms[t] for row in active], device=self._device, dtype=torch.float64)
             tokens_B, logprobs_B = _sample(out.logits[:, -1].float(), uniforms_B, sampling.temperature)
@@ -119,7 +119,7 @@ class HFEngine:
             alive = [i for i, row in enumerate(active) if not row.finished]
             if not alive or t + 1 == sampling.max_new_tokens:
                 return
-            positions_BT = positions_BT[:, -1:] + 1
+            positions_BT = positions_BT + 1
             mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(active), 1)], dim=1)
             inputs_BT = tokens_B[:, None]
             if len(alive) < COMPACT_BELOW * len(active):
@@ -127,6 +127,18 @@ class HFEngine:
                 cache.batch_select_indices(keep)
                 inputs_BT, mask_BT, positions_BT = inputs_BT[keep], mask_BT[keep], positions_BT[keep]
                 active = [active[i] for i in alive]
+
+    def _prefill(self, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor) -> Any:
+        """The cache after all prompt tokens but the last, by the trunk alone.
+
+        The last one is the first step of the decoding: the head then sees one contiguous row per prompt. Given the last
+        column of [B, T, D] it would copy its whole weight for every row (PyTorch's product of a strided batch).
+        """
+        if ids_BT.shape[1] == 0:
+            return None
+        return self._model.base_model(
+            input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, use_cache=True
+        ).cache
 
     def _left_padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
         """int64 [B, T] ids and mask, prompts flush right so that every next token sits in the same column."""

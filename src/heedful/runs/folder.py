@@ -135,8 +135,7 @@ class RunFolder:
             raise _exists(path)
         write_json(path / _ENVIRONMENT, environment.snapshot())
         run.set_status("running")
-        text = yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True, width=110)
-        write_bytes(path / _RECIPE, text.encode("utf-8", "backslashreplace"))
+        run.set_recipe(recipe)
         return run
 
     @classmethod
@@ -175,6 +174,12 @@ class RunFolder:
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise CheckpointError(f"{self.path / _RECIPE}: cannot be read ({error})") from error
         return content if isinstance(content, dict) else {}
+
+    def set_recipe(self, recipe: dict[str, Any]) -> None:
+        """Write recipe.yaml; done last when a run is made, and again when stages to come are changed."""
+        self._require_lock()
+        text = yaml.safe_dump(plain(recipe), sort_keys=False, allow_unicode=True, width=110)
+        write_bytes(self.path / _RECIPE, text.encode("utf-8", "backslashreplace"))
 
     @property
     def environment(self) -> dict[str, Any]:

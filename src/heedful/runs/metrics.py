@@ -106,7 +106,7 @@ METRICS: tuple[Metric, ...] = (
     _m("ppo/tokens_per_second", "tokens/second", "up", "Answer tokens per second of the whole step", "steady",
        timing=True),
     # any stage
-    _m("run/seconds", "seconds", "none", "Time since the stage began", "", room="runs", timing=True),
+    _m("run/seconds", "seconds", "none", "Time of the step", "", room="runs", timing=True),
     _m("run/peak_memory_bytes", "bytes", "down", "Largest memory so far", "flat after a few steps", room="runs",
        timing=True),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from heedful.batches import StepStats
 from heedful.config.recipe import CheckpointConfig
 from heedful.models.hardware import random_state, restore_random_state
 from heedful.runs.folder import StageFolder
-from heedful.runs.progress import Progress
+from heedful.runs.progress import Progress, peak_memory_bytes
 from heedful.runs.writer import StageWriter
 from heedful.train import checkpoint
 
@@ -57,6 +57,7 @@ class Loop:
                 before = time.perf_counter()
                 stats = step(i)
                 stats.scalars["run/seconds"] = time.perf_counter() - before
+                stats.scalars["run/peak_memory_bytes"] = peak_memory_bytes()
                 writer.scalars(i, stats.scalars)
                 if stats.histograms:
                     writer.histograms(i, stats.histograms)

@@ -15,6 +15,7 @@ from heedful.config.recipe import PPOConfig
 from heedful.control.kl import AdaptiveKL, FixedKL
 from heedful.data.chat import end_token_ids
 from heedful.data.stream import EpochStream, fingerprint
+from heedful.models.hardware import release_memory
 from heedful.models.roles import Roles
 from heedful.objectives import kl, policy, value
 from heedful.records import Prompt, Rollout
@@ -67,6 +68,7 @@ def train_ppo(
         chosen = [prompts[j] for j in next(stream)]
         requests = _requests(chosen, config.samples_per_prompt)
         completions = engine.generate(requests, sampling, seed=_mix(seed, i))
+        release_memory()
         clock.mark("seconds_rollout")
         rollouts = score([p for p, _ in chosen for _ in range(config.samples_per_prompt)], completions, rewards)
         generator = torch.Generator().manual_seed(_mix(seed, i))
@@ -81,6 +83,7 @@ def train_ppo(
             )
         clock.mark("seconds_score")
         outs = _update(i, roles, experience, config, policy_optimisation, value_optimisation, generator)
+        release_memory()
         clock.mark("seconds_train")
         stats = _statistics(rollouts, experience, outs, clock)
         stats.scalars["ppo/kl_coefficient"] = controller.coefficient  # the one used in this step (PPO-11)

@@ -40,6 +40,7 @@ def train_reward(
     total_steps = stream.num_steps(config.epochs)
     optimisation = Optimisation("reward", model.trainable_parameters(), config.optimizer, total_steps)
     share_prompts = config.share_prompts and model.can_share_prompts()
+    cards: list[RewardCard] = []
 
     def step(i: int) -> StepStats:
         started = time.perf_counter()
@@ -59,8 +60,10 @@ def train_reward(
             "reward/epoch": stream.epoch + stream.offset / stream.num_items,
             "reward/rankings_per_second": len(chosen) / (time.perf_counter() - started),
         }
-        if heldout and ((i + 1) % config.evaluate_every_steps == 0 or i + 1 == total_steps):
-            card = reward_card(model, heldout, config, seed=seed)
+        last = i + 1 == total_steps
+        if last or (i + 1) % config.evaluate_every_steps == 0:
+            card = reward_card(model, heldout, config, seed=seed, share_prompts=share_prompts and not last)
+            cards.append(card)
             scalars |= {"reward/heldout_accuracy": card.accuracy, "reward/heldout_loss_nats": card.loss or 0.0,
                         "reward/score_mean": card.score_mean, "reward/score_std": card.score_std}  # fmt: skip
         return StepStats(scalars)
@@ -70,8 +73,8 @@ def train_reward(
         parts={"reward": optimisation, "data": stream},
         shown={"reward/loss_nats": "loss", "reward/accuracy": "accuracy", "reward/heldout_accuracy": "held-out"},
     )  # fmt: skip
-    loop.run(step)
-    return reward_card(model, heldout, config, seed=seed)
+    loop.run(step)  # its last step is never skipped, since no checkpoint is written after it
+    return cards[-1]
 
 
 def micro_batches(
@@ -87,15 +90,23 @@ def micro_batches(
 
 
 @torch.no_grad()
-def reward_card(model: ScalarModel, samples: Sequence[RankingSample], config: RewardConfig, *, seed: int) -> RewardCard:
+def reward_card(
+    model: ScalarModel,
+    samples: Sequence[RankingSample],
+    config: RewardConfig,
+    *,
+    seed: int,
+    share_prompts: bool = False,
+) -> RewardCard:
     """Accuracy with interval, by category, loss, scale and the length-only baseline on held-out rankings.
 
-    Every answer is encoded with its own prompt here, as whoever uses the model will do.
+    Args:
+        share_prompts: faster, for a look during training; a card for others encodes every answer as they will.
     """
     scores: list[list[float]] = [[] for _ in samples]
     loss = 0.0
     position = {s.group_id: i for i, s in enumerate(samples)}
-    for batch in micro_batches(samples, config, model.pad_id, share_prompts=False):
+    for batch in micro_batches(samples, config, model.pad_id, share_prompts=share_prompts):
         out, scores_PK = _scores_and_loss(model, batch, config, denominator=len(samples))
         loss += float(out.loss)
         for group_id, row, mask in zip(batch.ids, scores_PK.tolist(), batch.mask_PK.tolist(), strict=True):

@@ -51,6 +51,7 @@ def test_resume_and_new_exclude_each_other(recipe, calls, capsys):
 def test_a_run_of_another_recipe_is_refused_and_left_as_it_was(recipe, calls, tmp_path):
     main(["run", str(recipe)])
     with pipeline.open_run(calls[-1][0], "refuse") as run:
+        run.stage("sft", 1)
         run.set_status("finished")
     main(["run", str(recipe), "--sft.epochs", "9", "--resume"])
     with pytest.raises(CheckpointError, match="sft.epochs is 2.0 there and 9.0 here"):
@@ -66,3 +67,21 @@ def test_options_may_stand_before_the_recipe(recipe, calls):
 def test_overrides_reach_the_recipe(recipe, calls):
     assert main(["run", str(recipe), "--sft.epochs", "3", "--seed=7"]) == 0
     assert calls[-1][0].sft.epochs == 3 and calls[-1][0].seed == 7
+
+
+def test_a_stage_that_has_not_begun_may_change_when_a_run_goes_on(recipe, calls, tmp_path):
+    main(["run", str(recipe)])
+    with pipeline.open_run(calls[-1][0], "refuse") as run:
+        run.set_status("interrupted")
+    main(["run", str(recipe), "--sft.epochs", "9", "--resume"])
+    with pipeline.open_run(calls[-1][0], "resume") as run:
+        assert run.recipe["sft"]["epochs"] == 9.0
+        run.stage("sft", 1)  # the stage begins
+    main(["run", str(recipe), "--sft.epochs", "4", "--resume"])
+    with pytest.raises(CheckpointError, match="sft.epochs is 9.0 there and 4.0 here"):
+        pipeline.open_run(calls[-1][0], "resume")
+
+
+def test_a_missing_file_shows_before_anything_is_trained(recipe, capsys, tmp_path):
+    assert main(["run", str(recipe)]) == 2
+    assert "data.demonstrations: d.jsonl: no such file" in capsys.readouterr().err

@@ -100,7 +100,8 @@ def test_the_cut_into_micro_batches_changes_nothing(folder, tmp_path):
     for micro_batch_tokens in (1, 300, 10**6):
         model = scalar(folder)
         samples = samples_of(model, records)
-        num = len(micro_batches(samples, RewardConfig(micro_batch_tokens=micro_batch_tokens), model.pad_id, share_prompts=True))
+        config = RewardConfig(micro_batch_tokens=micro_batch_tokens)
+        num = len(micro_batches(samples, config, model.pad_id, share_prompts=True))
         assert num == {1: 8, 10**6: 1}.get(micro_batch_tokens, num) and (num in (1, 8) or 1 < num < 8)
         card, rows = train(model, samples, samples, tmp_path / str(num), epochs=2, optimizer=slow,
                            micro_batch_tokens=micro_batch_tokens)  # fmt: skip
