@@ -279,16 +279,25 @@ def _ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
         context.sft_policy, context.reward_model, policy_lora=config.lora, value_lora=config.lora, value_shift=mean,
         value_scale=std, **context.hardware(),
     )  # fmt: skip
+    asked = context.prompts(recipe.data.prompts, heldout=False)
+    kept = _without_heldout(context, asked)
     prompts = tokenise.prompts(
-        context.prompts(recipe.data.prompts, heldout=False),
-        roles.policy.tokenizer,
-        max_prompt_tokens=recipe.data.max_prompt_tokens,
-    )
-    tell(f"PPO prompts: {prompts.summary()}")
+        kept, roles.policy.tokenizer, max_prompt_tokens=recipe.data.max_prompt_tokens
+    ).require_some("prompts")
+    left_out = f", {len(asked) - len(kept)} left out because the evaluation asks them" if len(kept) < len(asked) else ""
+    tell(f"PPO prompts: {prompts.summary()}{left_out}")
     reward = LearnedReward(roles.reward, micro_batch_tokens=config.micro_batch_tokens, mean=mean, std=std)
     results = train_ppo(roles, [reward], prompts.samples, config, stage, seed=recipe.seed)
     save_policy(roles.policy.model, roles.policy.tokenizer, stage.model)
-    return {**results, "gate": verdict, "num_dropped": prompts.dropped}
+    return {**results, "gate": verdict, "num_dropped": prompts.dropped, "num_heldout_left_out": len(asked) - len(kept)}
+
+
+def _without_heldout(context: Context, prompts: list[Any]) -> list[Any]:
+    """The prompts that the evaluation does not ask, whatever files they came in."""
+    if context.recipe.evaluate is None:
+        return prompts
+    heldout = {p.messages for p in context.prompts(context.recipe.data.heldout_prompts, heldout=True)}
+    return [p for p in prompts if p.messages not in heldout]
 
 
 def _evaluate(context: Context, stage: StageFolder) -> dict[str, Any]:

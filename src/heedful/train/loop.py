@@ -12,11 +12,14 @@ from typing import Any
 
 from heedful.batches import StepStats
 from heedful.config.recipe import CheckpointConfig
-from heedful.models.hardware import random_state, restore_random_state
+from heedful.models.hardware import random_state, release_memory, restore_random_state
 from heedful.runs.folder import StageFolder
 from heedful.runs.progress import Progress, peak_memory_bytes
 from heedful.runs.writer import StageWriter
 from heedful.train import checkpoint
+
+RELEASE_EVERY_STEPS = 8
+"""Batches of ever new shapes cut freed memory into pieces; giving it back costs half a second, so not every step."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -65,6 +68,8 @@ class Loop:
                     writer.samples(i, stats.samples)
                 progress.step({short: stats.scalars[n] for n, short in self.shown.items() if n in stats.scalars})
                 done, stopping = i + 1, stop()
+                if done % RELEASE_EVERY_STEPS == 0:
+                    release_memory()
                 if stopping or (done % self.config.every_steps == 0 and done < self.total_steps):
                     self._save(done)
                 if stopping:

@@ -73,8 +73,8 @@ def train_reward(
         parts={"reward": optimisation, "data": stream},
         shown={"reward/loss_nats": "loss", "reward/accuracy": "accuracy", "reward/heldout_accuracy": "held-out"},
     )  # fmt: skip
-    loop.run(step)  # its last step is never skipped, since no checkpoint is written after it
-    return cards[-1]
+    loop.run(step)
+    return cards[-1] if cards else reward_card(model, heldout, config, seed=seed)  # stopped after the last step
 
 
 def micro_batches(

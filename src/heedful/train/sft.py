@@ -38,8 +38,8 @@ def train_sft(
     stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=fingerprint(s.ids for s in samples))
     total_steps = stream.num_steps(config.epochs)
     optimisation = Optimisation("policy", policy.trainable_parameters(), config.optimizer, total_steps)
-    before = heldout_loss(policy, heldout, config) if heldout else None
-    after: list[float] = []
+    before = heldout_loss(policy, heldout, config)
+    after: list[float | None] = []
 
     def step(i: int) -> StepStats:
         started = time.perf_counter()
@@ -59,9 +59,10 @@ def train_sft(
             "sft/tokens_per_second": sum(len(s.ids) for s in chosen) / (time.perf_counter() - started),
             "sft/epoch": stream.epoch + stream.offset / stream.num_items,
         }
-        if heldout and i + 1 == total_steps:
+        if i + 1 == total_steps:
             after.append(heldout_loss(policy, heldout, config))
-            scalars["sft/heldout_loss_nats"] = after[-1]
+            if after[-1] is not None:
+                scalars["sft/heldout_loss_nats"] = after[-1]
         return StepStats(scalars)
 
     loop = Loop(
@@ -75,7 +76,7 @@ def train_sft(
         "num_heldout": len(heldout),
         "steps": total_steps,
         "heldout_loss_before_nats": before,
-        "heldout_loss_nats": after[-1] if after else None,
+        "heldout_loss_nats": after[-1] if after else heldout_loss(policy, heldout, config),
     }
 
 
@@ -89,10 +90,12 @@ def micro_batches(samples: Sequence[TokenSample], config: SFTConfig, pad_id: int
 
 
 @torch.no_grad()
-def heldout_loss(policy: LanguageModel, samples: Sequence[TokenSample], config: SFTConfig) -> float:
-    """Mean negative log-likelihood per counted token (nats) over ``samples``."""
-    batches = micro_batches(samples, config, policy.pad_id)
+def heldout_loss(policy: LanguageModel, samples: Sequence[TokenSample], config: SFTConfig) -> float | None:
+    """Mean negative log-likelihood per counted token (nats) over ``samples``; None where nothing counts."""
+    batches = micro_batches(samples, config, policy.pad_id) if samples else []
     denominator = sum(b.num_counted_tokens for b in batches)
+    if not denominator:
+        return None
     return sum(float(_nll(policy, b, denominator).loss) for b in batches)
 
 

@@ -150,12 +150,10 @@ def test_a_prompt_met_twice_in_a_step_gets_streams_of_its_own(models, tmp_path):
 
 
 def test_only_value_learns_during_the_warm_up(models, tmp_path):
-    parts = roles(models)
-    before = weights(parts)
-    rows = train(parts, tmp_path, steps=2, value_warmup_steps=2)
-    moved = {n for n, x in weights(parts).items() if not torch.equal(x, before[n])}
-    assert moved and all(name.startswith("value/") for name in moved) and "ppo/policy_loss" not in rows[0]
-    assert rows[1]["ppo/kl_nats"] == 0
+    rows = train(roles(models), tmp_path, steps=3, value_warmup_steps=2)
+    assert ["ppo/policy_loss" in row for row in rows] == [False, False, True]
+    assert [row["ppo/kl_nats"] for row in rows] == [0, 0, 0], "the policy moved during the warm-up"
+    assert len({row["ppo/value_mean"] for row in rows}) == 3, "the value did not learn during the warm-up"
 
 
 def test_PPO_20_the_schedule_counts_optimizer_steps(models, tmp_path):
