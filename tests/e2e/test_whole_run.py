@@ -35,6 +35,17 @@ def test_the_first_ppo_step_is_proved(run_folder):
     assert rows[0]["ppo/kl_coefficient"] == 0.05 and rows[1]["ppo/kl_coefficient"] < 0.05  # PPO-11: the one in use
 
 
+def test_every_distribution_of_a_step_is_kept(run_folder):
+    stage = run_folder / "stages/03-ppo"
+    rows = [json.loads(line) for line in (stage / "histograms.jsonl").read_text().splitlines()]
+    wanted = {"advantages", "ratios", "kl_per_sample_nats", "rewards", "answer_tokens", "values"}
+    for row in rows:
+        assert {f"ppo/{name}" for name in wanted} <= row.keys()
+        tokens = row["ppo/answer_tokens"]
+        assert sum(row["ppo/ratios"]["counts"]) == round(2 * tokens["mean"] * sum(tokens["counts"]))  # two epochs
+    assert list((stage / "tensorboard").iterdir())
+
+
 def test_the_policy_folder_loads_in_plain_transformers_and_chats(run_folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -82,10 +82,13 @@ def train_ppo(
                 experience.kl_BT, tokens.loss_mask_BT, dtype=roles.policy.dtype, ids=tokens.ids
             )
         clock.mark("seconds_score")
-        outs = _update(i, roles, experience, config, policy_optimisation, value_optimisation, generator)
+        ratios: list[Tensor] = []
+        outs = _update(i, roles, experience, config, policy_optimisation, value_optimisation, generator, ratios)
         release_memory()
         clock.mark("seconds_train")
         stats = _statistics(rollouts, experience, outs, clock)
+        if ratios:
+            stats.histograms["ppo/ratios"] = torch.cat(ratios).tolist()
         stats.scalars["ppo/kl_coefficient"] = controller.coefficient  # the one used in this step (PPO-11)
         controller.update(stats.scalars["ppo/kl_nats"], num_samples=len(rollouts))
         if i % config.histogram_every_steps:
@@ -125,8 +128,9 @@ def _update(
     policy_optimisation: Optimisation,
     value_optimisation: Optimisation,
     generator: torch.Generator,
+    ratios: list[Tensor],
 ) -> dict[str, list[StepOut]]:
-    """All epochs over the step's answers."""
+    """All epochs over the step's answers; every ratio that a policy update saw is put into ``ratios``."""
     outs: dict[str, list[StepOut]] = {"policy": [], "value": []}
     lengths = experience.batch.tokens.attention_mask_BT.sum(dim=1).tolist()
     for epoch in range(config.epochs):
@@ -141,7 +145,7 @@ def _update(
                     )
 
             def policy_loss(batch: ExperienceBatch, denominator: int = denominator) -> LossOut:
-                return _policy_loss(roles, batch, config, denominator)
+                return _policy_loss(roles, batch, config, denominator, ratios)
 
             def value_loss(batch: ExperienceBatch, denominator: int = denominator) -> LossOut:
                 return _value_loss(roles, batch, config, denominator)
@@ -154,9 +158,12 @@ def _update(
     return outs
 
 
-def _policy_loss(roles: Roles, batch: ExperienceBatch, config: PPOConfig, denominator: int) -> LossOut:
+def _policy_loss(
+    roles: Roles, batch: ExperienceBatch, config: PPOConfig, denominator: int, ratios: list[Tensor]
+) -> LossOut:
     batch = _on_device(batch, roles.policy.device)
     logprobs_BT, _ = roles.policy.logprobs(batch.tokens, temperature=config.sampling.temperature)
+    ratios.append((logprobs_BT - batch.old_logprobs_BT).detach()[batch.tokens.loss_mask_BT].exp().cpu())
     return policy.ppo_clip(
         logprobs_BT, batch.old_logprobs_BT, batch.advantages_BT, batch.tokens.loss_mask_BT, denominator=denominator,
         clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip,
