@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 
 import pytest
+from test_reward_loop import samples_of, separable
 
 from heedful.config.recipe import RewardConfig, SFTConfig
 from heedful.data import tokenise
@@ -13,7 +14,6 @@ from heedful.runs.folder import StageFolder
 from heedful.train import loop
 from heedful.train.reward import train_reward
 from heedful.train.sft import train_sft
-from test_reward_loop import samples_of, separable
 from toy_parts import model_folder, policy, scalar
 
 
