@@ -38,6 +38,11 @@ def run(recipe: Recipe, *, existing: str = "refuse", only: Stage | None = None) 
         CheckpointError: the folder exists and ``existing`` is "refuse", or it holds a run of another recipe.
         GateError: the reward model is too weak for PPO.
     """
+    if existing not in ("refuse", "resume", "new"):
+        raise ConfigError(f"existing is {existing!r}; give refuse, resume or new")
+    if only is not None and only not in recipe.stages:
+        raise ConfigError(f"only is {only!r}; this recipe has the stages {', '.join(recipe.stages)}")
+    _check_files(recipe)
     if recipe.evaluate and recipe.evaluate.gold:
         from heedful.evaluate.gold import load_scorer
 
@@ -46,13 +51,27 @@ def run(recipe: Recipe, *, existing: str = "refuse", only: Stage | None = None) 
         return _run_in(folder, recipe, only)
 
 
+def _check_files(recipe: Recipe) -> None:
+    """Every local data file of the recipe is there, so that none turns out to be missing hours later.
+
+    Raises:
+        DataError: names the key and the file.
+    """
+    from heedful.data.shipped import data_path
+
+    for key in ("demonstrations", "rankings", "prompts", "heldout_prompts", "heldout_rankings"):
+        name = getattr(recipe.data, key)
+        path = Path(data_path(name)) if name else None
+        if path is not None and path.suffix and not path.exists():  # a name without suffix may be a hub data set
+            raise DataError(f"data.{key}: {path}: no such file")
+
+
 def _run_in(folder: RunFolder, recipe: Recipe, only: Stage | None) -> Path:
     from heedful.report.build import write_report
 
     context = Context(recipe, folder)
     stages = recipe.stages if only is None else (only,)
     tell(f"Run {folder.path}: {' → '.join(recipe.stages)}")
-    context.check_files()
     for name in stages:
         stage = context.stage(name)
         if stage.is_finished:
@@ -149,20 +168,6 @@ class Context:
         from heedful.data.shipped import data_path
 
         return load(data_path(name), on_bad_row=self.recipe.data.on_bad_row)
-
-    def check_files(self) -> None:
-        """Every local data file of the recipe is there, so that none turns out to be missing hours later.
-
-        Raises:
-            DataError: names the key and the file.
-        """
-        from heedful.data.shipped import data_path
-
-        for key in ("demonstrations", "rankings", "prompts", "heldout_prompts", "heldout_rankings"):
-            name = getattr(self.recipe.data, key)
-            path = Path(data_path(name)) if name else None
-            if path is not None and path.suffix and not path.exists():  # a name without suffix may be a hub data set
-                raise DataError(f"data.{key}: {path}: no such file")
 
     def rankings(self) -> tuple[list[Any], list[Any]]:
         """Training and held-out rankings; the same split for every stage of the run."""

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a fault in heedful itself, 2 something the user can put ri
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import tempfile
@@ -40,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code."""
+    for stream in (sys.stdout, sys.stderr):  # a terminal without UTF-8 shows \u escapes instead of failing
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     overrides: list[str] = []
     if words and words[0] in run.VERBS:
@@ -55,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HeedfulError as error:
         return _say(str(error), 2)
     except KeyboardInterrupt as error:
-        return _say(f"{error or 'interrupted'}; the same command with --resume goes on from the last checkpoint", 130)
+        stopped = str(error) or "interrupted"
+        return _say(f"{stopped}; the same command with --resume goes on from the last checkpoint, if there is one", 130)
     except BrokenPipeError:  # the reader of a pipe has gone, as in `heedful data inspect FILE | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

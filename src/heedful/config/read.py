@@ -59,7 +59,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     _check(path, data)
     if not overrides:
         return Recipe.model_validate(data)
-    return _merge(data, list(overrides))
+    return _merge(data, [str(word) for word in overrides])
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -151,7 +151,7 @@ def suggest(key: str) -> str:
         words = difflib.get_close_matches(last, {k.rpartition(".")[2] for k in keys}, n=1, cutoff=0.6)
         same = [k for k in keys if words and k.rpartition(".")[2] == words[0]]
     found = near or same[:3]
-    return f"did you mean {' or '.join(found)}?" if found else "heedful run --help lists every key"
+    return f"did you mean {' or '.join(found)}?" if found else "heedful run --list_keys shows every key"
 
 
 def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -301,7 +301,7 @@ class Recipe(Section):
 
     name: Annotated[str, BeforeValidator(str), Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run's folder."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """One seed for data order, new heads and sampling; same seed, same machine, same result."""
     output: str = "runs"
     """Folder that holds the run folders."""

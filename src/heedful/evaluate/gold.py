@@ -31,7 +31,9 @@ def load_scorer(name: str) -> Scorer:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # the user's module may raise anything while it is imported
-        raise ConfigError(f"gold scorer {name!r}: cannot import {module_name}: {error}") from error
+        raise ConfigError(
+            f"gold scorer {name!r}: cannot import {module_name}: {error}; a module of your own must be on PYTHONPATH"
+        ) from error
     scorer = getattr(module, attribute, None)
     if not callable(scorer):
         raise ConfigError(f"gold scorer {name!r}: {module_name} has no function {attribute!r}")

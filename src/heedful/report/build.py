@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from heedful.errors import CheckpointError
 from heedful.records import EvaluationRow
 from heedful.report import figures
 from heedful.report.collect import POLICY_STAGES, collect, evaluation_rows, flatten, last_samples, names_compared
@@ -62,6 +63,8 @@ def write_report(run_path: str | os.PathLike[str], *, out: str | os.PathLike[str
     run = RunFolder.open(run_path)
     report = collect(run)
     target = Path(out) if out is not None else run.path / "report.html"
+    if target.is_dir():
+        raise CheckpointError(f"{target} is a folder; give the name of a file for the report")
     if target.suffix.lower() not in (".html", ".htm"):
         target = target.with_name(target.name + ".html")
     page = render(run, report)

@@ -38,9 +38,11 @@ def open_run(recipe: Recipe, existing: str) -> RunFolder:
 
 
 def _free_keys(folder: RunFolder) -> set[str]:
-    """Keys that may differ when a run goes on: the gate's override, and sections of stages that have not begun."""
+    """Keys that may differ when a run goes on: the gate's override, sections of stages that have not begun, and
+    everything but the place of the run where none has."""
     begun = {stage.name for stage in folder.stages()}
-    return {"ppo.accept_weak_reward"} | {name for name in STAGES if name not in begun}
+    free = {"ppo.accept_weak_reward"} | {name for name in STAGES if name not in begun}
+    return free if begun else set(Recipe.model_fields) - {"name", "output"}
 
 
 def first_difference(

@@ -4,7 +4,8 @@ import pytest
 
 from heedful import pipeline
 from heedful.cli.main import main
-from heedful.errors import CheckpointError
+from heedful.config.read import load_recipe
+from heedful.errors import CheckpointError, ConfigError
 from heedful.runs.folder import RunFolder
 
 RECIPE = "name: mine\noutput: {output}\nmodel: {{name: nowhere}}\ndata: {{demonstrations: d.jsonl}}\nsft: {{}}\n"
@@ -85,3 +86,37 @@ def test_a_stage_that_has_not_begun_may_change_when_a_run_goes_on(recipe, calls,
 def test_a_missing_file_shows_before_anything_is_trained(recipe, capsys, tmp_path):
     assert main(["run", str(recipe)]) == 2
     assert "data.demonstrations: d.jsonl: no such file" in capsys.readouterr().err
+
+
+def test_a_missing_file_leaves_no_run_behind(recipe, capsys, tmp_path):
+    assert main(["run", str(recipe)]) == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_in_which_nothing_has_begun_takes_any_recipe(recipe, calls, tmp_path):
+    main(["run", str(recipe)])
+    with pipeline.open_run(calls[-1][0], "refuse") as run:
+        run.set_status("failed")
+    main(["run", str(recipe), "--model.name", "elsewhere", "--resume"])
+    with pipeline.open_run(calls[-1][0], "resume") as run:
+        assert run.recipe["model"]["name"] == "elsewhere"
+
+
+@pytest.mark.parametrize(("keyword", "word"), [("only", "foo"), ("only", "ppo"), ("existing", "foo")])
+def test_a_wrong_keyword_is_one_sentence(recipe, keyword, word):
+    with pytest.raises(ConfigError, match=f"{keyword} is '{word}'"):
+        pipeline.run(load_recipe(recipe), **{keyword: word})
+
+
+def test_a_seed_that_no_generator_takes_is_refused(recipe, capsys):
+    assert main(["run", str(recipe), "--seed", "9" * 20]) == 2
+    assert "option --seed" in capsys.readouterr().err
+
+
+def test_an_interrupt_during_start_up_says_so(recipe, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "run", interrupted)
+    assert main(["run", str(recipe)]) == 130
+    assert "heedful: interrupted; the same command with --resume" in capsys.readouterr().err
