@@ -11,7 +11,6 @@ loads what it needs from disk, so that a run continued after a kill is the run t
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -385,8 +384,3 @@ RUNNERS: dict[Stage, Callable[[Context, StageFolder], dict[str, Any]]] = {
 def results(path: Path | str) -> dict[str, Any]:
     """The results of every finished stage of a run, by stage name."""
     return {stage.name: stage.results for stage in RunFolder.open(path).stages() if stage.is_finished}
-
-
-def show(path: Path | str) -> str:
-    """The results of a run as JSON text."""
-    return json.dumps(results(path), indent=1, ensure_ascii=False)

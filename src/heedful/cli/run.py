@@ -50,6 +50,7 @@ SINGLE_EPILOG = """The stages of one recipe share its run folder: a single stage
 run that is there without --resume."""
 
 
+SINGLE_STAGES = ("sft", "reward", "ppo", "evaluate")
 OWN_OPTIONS = ("resume", "new", "accept_weak_reward", "print_config", "list_keys", "help")
 
 
@@ -71,7 +72,7 @@ def take_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def add_parser(verbs: Any) -> None:
     """Register the verbs."""
     for verb, (text, description) in VERBS.items():
-        takes_recipe, single = verb != "quickstart", verb in ("sft", "reward", "ppo", "evaluate")
+        takes_recipe, single = verb != "quickstart", verb in SINGLE_STAGES
         sub = verbs.add_parser(
             verb, help=text, description=description, epilog=f"{EPILOG}\n\n{SINGLE_EPILOG}" if single else EPILOG,
             usage=f"heedful {verb} {'RECIPE ' if takes_recipe else ''}[options] [--dotted.key VALUE ...]",
@@ -109,7 +110,7 @@ def handle(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.resume and arguments.new:
         raise ConfigError("--resume and --new exclude each other")
-    stage = arguments.verb if arguments.verb in ("sft", "reward", "ppo", "evaluate") else None
+    stage = arguments.verb if arguments.verb in SINGLE_STAGES else None
     if stage is not None and getattr(recipe, stage) is None:
         raise ConfigError(f"{name} has no {stage} section, so there is nothing to run")
     existing = "new" if arguments.new else "resume" if arguments.resume else "refuse"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 from torch import Tensor
@@ -126,10 +126,7 @@ def build_policy(
     """
     weights = torch.float32 if lora is None else dtype
     model = load_causal(path, dtype=weights, device=device, attention=attention)
-    if lora is not None:
-        model = add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, task="causal")
-    elif not trained:
-        model.requires_grad_(False)
+    model = _with_trained_weights(model, lora, trained, task="causal")
     return LanguageModel(model, load_tokenizer(path), device, dtype)
 
 
@@ -149,11 +146,17 @@ def build_scalar(
     model = load_scalar(
         path, dtype=weights, device=device, attention=attention, head="new" if new_head else "required", seed=seed
     )
-    if lora is not None:
-        model = add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, task="scalar")
-    elif not trained:
-        model.requires_grad_(False)
+    model = _with_trained_weights(model, lora, trained, task="scalar")
     return ScalarModel(model, load_tokenizer(path), device, dtype)
+
+
+def _with_trained_weights(
+    model: Any, lora: LoraSettings | None, trained: bool, *, task: Literal["causal", "scalar"]
+) -> Any:
+    """The model with adapters to train, with all its weights to train, or frozen."""
+    if lora is not None:
+        return add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, task=task)
+    return model if trained else model.requires_grad_(False)
 
 
 def build_roles(
