@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from heedful.config.recipe import LoraConfig
+from heedful.config.section import LoraConfig
 from heedful.models.parts import LanguageModel
 from heedful.models.roles import Roles, build_policy, build_roles, build_scalar
 from heedful.records import Message, Prompt

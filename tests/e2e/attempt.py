@@ -30,5 +30,5 @@ def attempt(recipe_file: str, overrides: list[str]) -> None:
         if Path(path).name != "checkpoints":
             shutil.rmtree(path, **options)
 
-    pipeline.shutil = type("shutil", (), {"rmtree": staticmethod(keep_checkpoints)})  # type: ignore[misc, assignment]
+    pipeline.stages.shutil = type("shutil", (), {"rmtree": staticmethod(keep_checkpoints)})  # type: ignore[misc, assignment]
     sys.exit(main(["run", recipe_file, "--resume", *overrides]))

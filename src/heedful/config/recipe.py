@@ -9,20 +9,21 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+from heedful.config.ppo import PPOConfig
+from heedful.config.section import (
+    CheckpointConfig,
+    FineTuneOptimizer,
+    Fraction,
+    LoraConfig,
+    NonNegative,
+    Positive,
+    Section,
+)
 
 STAGES = ("sft", "reward", "ppo", "evaluate")
 Stage = Literal["sft", "reward", "ppo", "evaluate"]
-
-
-class Section(BaseModel):
-    """Base of every part of a recipe."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -61,72 +62,6 @@ class DataConfig(Section):
     """error stops at the first bad row and names it; skip drops it and counts the reason."""
     max_prompt_tokens: Positive = 512
     """Longer prompts are left out and counted."""
-
-
-class OptimizerConfig(Section):
-    """AdamW and its schedule."""
-
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
-    """Peak rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """After the warm-up: constant, or down to zero at the last optimizer step."""
-    warmup_fraction: Fraction = 0.1
-    """Share of the optimizer steps in which the rate rises from zero."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled decay on matrices; 0, since runs are short and start from a good model."""
-    beta1: Fraction = 0.9
-    """Decay of the first moment."""
-    beta2: Fraction = 0.95
-    """Decay of the second moment; 0.95 follows changes faster than 0.999 in short runs."""
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    """Added to the root of the second moment."""
-    max_gradient_norm: Annotated[float, Field(gt=0)] = 1.0
-    """The gradient of the whole step is scaled down to this norm."""
-
-
-class FineTuneOptimizer(OptimizerConfig):
-    """AdamW for supervised fine-tuning and the reward model."""
-
-    learning_rate: Annotated[float, Field(gt=0)] = 2e-5
-    """Peak rate; for all weights of a small model. Adapters take about ten times as much."""
-
-
-class PolicyOptimizer(OptimizerConfig):
-    """AdamW for the policy of PPO."""
-
-    learning_rate: Annotated[float, Field(gt=0)] = 2e-6
-    """Rate; an order below SFT's, since the data moves with the policy. Adapters take about a hundred times as much."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Constant, since PPO has no natural end."""
-    warmup_fraction: Fraction = 0.0
-    """No warm-up: the first advantages are as good as later ones."""
-
-
-class ValueOptimizer(PolicyOptimizer):
-    """AdamW for the value model of PPO."""
-
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
-    """Rate; above the policy's, since the value must follow it."""
-
-
-class LoraConfig(Section):
-    """Low-rank adapters; without this section all weights are trained."""
-
-    rank: Positive = 16
-    """Width of the update."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The update is scaled by alpha / rank."""
-    targets: str = "all-linear"
-    """Module names, comma-separated, or all-linear."""
-
-
-class CheckpointConfig(Section):
-    """When a stage saves itself."""
-
-    every_steps: Positive = 10
-    """Optimizer (SFT, reward) or PPO steps between checkpoints."""
-    keep: Positive = 1
-    """Complete checkpoints kept; an old one goes only when the new one is complete."""
 
 
 class SFTConfig(Section):
@@ -175,112 +110,6 @@ class RewardConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
 
 
-class SamplingConfig(Section):
-    """How the policy speaks during PPO."""
-
-    max_new_tokens: Positive = 128
-    """Length limit of an answer; a cut answer is marked as such and never given an end token that was not sampled."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Divides the logits in the sampler and in every training log-prob alike, so that ratios stay exact."""
-
-
-class KLConfig(Section):
-    """The leash to the reference, per token inside the reward: −β·(log π − log π_ref)."""
-
-    coefficient: NonNegative = 0.05
-    """β at the start, in reward standard deviations per nat."""
-    target: Annotated[float, Field(gt=0)] | None = None
-    """Nats per answer; when set, β adapts towards it (Ziegler et al. 2019). None keeps β fixed."""
-    horizon: Positive = 2000
-    """Samples over which β moves; smaller moves faster."""
-    kind: Literal["k1", "k2", "k3", "abs"] = "k1"
-    """Estimator in the reward; k1 is the only one whose policy gradient is that of the true KL."""
-
-
-class PPOConfig(Section):
-    """Proximal policy optimisation with four parts: policy, value, reference, reward."""
-
-    steps: Positive = 100
-    """PPO steps: one batch of answers each."""
-    prompts_per_step: Positive = 32
-    """Prompts answered per step."""
-    samples_per_prompt: Positive = 1
-    """Answers per prompt."""
-    micro_batch_tokens: Positive = 4096
-    """Padded tokens per forward in scoring and training."""
-    epochs: Positive = 1
-    """Passes over the answers of a step; more reuse, less stability."""
-    minibatches: Positive = 1
-    """Optimizer steps per pass."""
-    sampling: SamplingConfig = SamplingConfig()
-    kl: KLConfig = KLConfig()
-    gamma: Fraction = 1.0
-    """Discount; 1 since an answer has one reward at its end."""
-    lam: Fraction = 0.95
-    """GAE decay: 1 is unbiased and noisy, 0 trusts the value model alone."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below 1 − clip_low."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """The ratio is clipped above 1 + clip_high."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Upper bound on the loss of bad actions (Ye et al. 2020), in multiples of |advantage|; None = off."""
-    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """Values move at most this far from the old ones per step; None = off."""
-    value_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First PPO steps in which only the value model learns."""
-    normalize_scores: bool = True
-    """Scores are standardised by the reward card's mean and deviation, so that β means the same for every model."""
-    score_clip: Annotated[float, Field(gt=0)] | None = 5.0
-    """Standardised scores are clamped to ± this."""
-    whiten_advantages: bool = True
-    """Advantages of the step to mean 0 and variance 1 over all counted tokens."""
-    missing_end_penalty: float = 1.0
-    """Subtracted from the score of an answer that was cut by the length limit, in score deviations."""
-    bootstrap_truncated: bool = False
-    """A cut answer ends like a finished one (False), or its last value stands for the rest (True)."""
-    accept_weak_reward: bool = False
-    """Start although the reward model is below reward.min_accuracy."""
-    optimizer: PolicyOptimizer = PolicyOptimizer()
-    value_optimizer: ValueOptimizer = ValueOptimizer()
-    lora: LoraConfig | None = None
-    """Adapters for policy and value; the reference is then the policy with its adapters off, on the same base."""
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    sample_rows: Positive = 4
-    """Answers per step kept in the sample table."""
-    histogram_every_steps: Positive = 1
-    """Steps between histograms."""
-
-    @property
-    def samples_per_step(self) -> int:
-        """Answers per PPO step."""
-        return self.prompts_per_step * self.samples_per_prompt
-
-    @property
-    def samples_per_minibatch(self) -> int:
-        """Answers per optimizer step."""
-        return self.samples_per_step // self.minibatches
-
-    @model_validator(mode="after")
-    def _fits(self) -> PPOConfig:
-        if self.samples_per_step % self.minibatches:
-            raise ValueError(
-                f"minibatches ({self.minibatches}) must divide prompts_per_step × samples_per_prompt "
-                f"({self.samples_per_step})"
-            )
-        if self.value_warmup_steps >= self.steps:
-            raise ValueError(
-                f"value_warmup_steps ({self.value_warmup_steps}) must be below steps ({self.steps}), or the policy "
-                f"never learns"
-            )
-        if self.kl.target is not None and self.kl.coefficient == 0:
-            raise ValueError("kl.target steers kl.coefficient, which must then start above 0")
-        if self.kl.target is not None and self.kl.horizon < self.samples_per_step:
-            raise ValueError(
-                f"kl.horizon ({self.kl.horizon}) must be at least the answers of a step ({self.samples_per_step})"
-            )
-        return self
-
-
 class EvaluateConfig(Section):
     """Is the trained policy better than the SFT policy, on prompts that no stage has seen?"""
 
@@ -327,8 +156,15 @@ class Recipe(Section):
         if self.reward and not self.data.rankings:
             raise ValueError("the reward stage needs data.rankings")
         if self.ppo:
-            if not self.reward and not self.model.reward:
-                raise ValueError("the ppo stage needs a reward stage or model.reward")
+            if self.ppo.uses_own_reward and not self.reward and not self.model.reward:
+                raise ValueError(
+                    "the ppo stage needs a reward stage or model.reward (or ppo.rewards without run:reward and another "
+                    "ppo.value_from)"
+                )
+            if self.ppo.ptx and not (self.ppo.ptx.data or self.data.demonstrations):
+                raise ValueError("ppo.ptx needs ppo.ptx.data or data.demonstrations")
+            if self.ppo.best and self.ppo.best.by == "gold" and not (self.evaluate and self.evaluate.gold):
+                raise ValueError("ppo.best.by gold needs evaluate.gold")
             if not (self.data.prompts or self.data.rankings):
                 raise ValueError("the ppo stage needs data.prompts or data.rankings")
         if self.evaluate:

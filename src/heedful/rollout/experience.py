@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from heedful.batches import ExperienceBatch, TokenBatch, to_device
-from heedful.config.recipe import PPOConfig
+from heedful.config.ppo import PPOConfig
 from heedful.data.collate import completion_batch
 from heedful.data.packing import token_budget_batches
 from heedful.models.roles import Roles
@@ -145,7 +145,8 @@ def _derive(
     scores_B = torch.tensor([r.score for r in rollouts], dtype=torch.float32)
     check("scores", scores_B, tokens)
     kl_BT = kl.estimate(logprobs_BT, reference_BT, kind="k1")
-    penalty_BT = kl_BT if config.kl.kind == "k1" else kl.estimate(logprobs_BT, reference_BT, kind=config.kl.kind)
+    kind = config.kl.in_reward
+    penalty_BT = kl_BT if kind == "k1" else kl.estimate(logprobs_BT, reference_BT, kind=kind)
     rewards_BT = shaping.token_rewards(
         scores_B, penalty_BT, mask_BT, kl_coefficient=kl_coefficient, score_clip=config.score_clip,
         missing_end_penalty=config.missing_end_penalty, finished_B=finished_B,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heedful.batches import StepStats
-from heedful.config.recipe import CheckpointConfig
+from heedful.config.section import CheckpointConfig
 from heedful.models.hardware import random_state, release_memory, restore_random_state
 from heedful.runs.folder import StageFolder
 from heedful.runs.progress import Progress, peak_memory_bytes

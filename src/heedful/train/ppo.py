@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heedful.batches import ExperienceBatch, LossOut, StepStats, TokenBatch, to_device
-from heedful.config.recipe import PPOConfig
+from heedful.config.ppo import PPOConfig
 from heedful.control.kl import AdaptiveKL, FixedKL
 from heedful.data.chat import end_token_ids
 from heedful.data.stream import EpochStream, fingerprint

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from heedful.batches import LossOut
-from heedful.config.recipe import OptimizerConfig
+from heedful.config.section import OptimizerConfig
 from heedful.control.schedule import factor
 from heedful.train import guard
 

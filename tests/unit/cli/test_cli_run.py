@@ -31,10 +31,10 @@ def test_a_new_run_bears_its_own_name_so_that_it_can_be_resumed(recipe, calls, t
     asked, keywords = calls[-1]
     assert keywords["existing"] == "new"
     (tmp_path / "runs" / "mine").mkdir(parents=True)
-    with pipeline.open_run(asked, "new") as run:
+    with pipeline.stages.open_run(asked, "new") as run:
         assert run.name == "mine-2" and run.recipe["name"] == "mine-2"
     assert main(["run", str(recipe), "--name", "mine-2", "--resume"]) == 0
-    with pipeline.open_run(calls[-1][0], "resume") as run:
+    with pipeline.stages.open_run(calls[-1][0], "resume") as run:
         assert run.name == "mine-2"
 
 
@@ -51,12 +51,12 @@ def test_resume_and_new_exclude_each_other(recipe, calls, capsys):
 
 def test_a_run_of_another_recipe_is_refused_and_left_as_it_was(recipe, calls, tmp_path):
     main(["run", str(recipe)])
-    with pipeline.open_run(calls[-1][0], "refuse") as run:
+    with pipeline.stages.open_run(calls[-1][0], "refuse") as run:
         run.stage("sft", 1)
         run.set_status("finished")
     main(["run", str(recipe), "--sft.epochs", "9", "--resume"])
     with pytest.raises(CheckpointError, match="sft.epochs is 2.0 there and 9.0 here"):
-        pipeline.open_run(calls[-1][0], "resume")
+        pipeline.stages.open_run(calls[-1][0], "resume")
     assert RunFolder.open(tmp_path / "runs" / "mine").status["state"] == "finished"
 
 
@@ -72,15 +72,15 @@ def test_overrides_reach_the_recipe(recipe, calls):
 
 def test_a_stage_that_has_not_begun_may_change_when_a_run_goes_on(recipe, calls, tmp_path):
     main(["run", str(recipe)])
-    with pipeline.open_run(calls[-1][0], "refuse") as run:
+    with pipeline.stages.open_run(calls[-1][0], "refuse") as run:
         run.set_status("interrupted")
     main(["run", str(recipe), "--sft.epochs", "9", "--resume"])
-    with pipeline.open_run(calls[-1][0], "resume") as run:
+    with pipeline.stages.open_run(calls[-1][0], "resume") as run:
         assert run.recipe["sft"]["epochs"] == 9.0
         run.stage("sft", 1)  # the stage begins
     main(["run", str(recipe), "--sft.epochs", "4", "--resume"])
     with pytest.raises(CheckpointError, match="sft.epochs is 9.0 there and 4.0 here"):
-        pipeline.open_run(calls[-1][0], "resume")
+        pipeline.stages.open_run(calls[-1][0], "resume")
 
 
 def test_a_missing_file_shows_before_anything_is_trained(recipe, capsys, tmp_path):
@@ -95,10 +95,10 @@ def test_a_missing_file_leaves_no_run_behind(recipe, capsys, tmp_path):
 
 def test_a_run_in_which_nothing_has_begun_takes_any_recipe(recipe, calls, tmp_path):
     main(["run", str(recipe)])
-    with pipeline.open_run(calls[-1][0], "refuse") as run:
+    with pipeline.stages.open_run(calls[-1][0], "refuse") as run:
         run.set_status("failed")
     main(["run", str(recipe), "--model.name", "elsewhere", "--resume"])
-    with pipeline.open_run(calls[-1][0], "resume") as run:
+    with pipeline.stages.open_run(calls[-1][0], "resume") as run:
         assert run.recipe["model"]["name"] == "elsewhere"
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from heedful.batches import TokenBatch
-from heedful.config.recipe import KLConfig, LoraConfig, PPOConfig, SamplingConfig
+from heedful.config.ppo import KLConfig, PPOConfig, SamplingConfig
+from heedful.config.section import LoraConfig
 from heedful.models.roles import Roles
 from heedful.objectives import value
 from heedful.records import Completion, Rollout
@@ -137,7 +138,7 @@ def test_PPO_05_PPO_06_whitening_is_over_the_counted_tokens_of_the_step():
 @pytest.mark.parametrize("kind, expected", [("k1", 1.0), ("k2", 0.5), ("abs", 1.0), ("k3", 0.367879)])
 def test_the_estimator_of_the_penalty_is_the_recipes(kind, expected):
     e = build([rollout("a", [EOS], 0.0)], {"a/0": [-1.0]}, {"a/0": [-2.0]}, {"a/0": [0.0]},
-              kl=KLConfig(coefficient=2.0, kind=kind))  # fmt: skip
+              kl=KLConfig(coefficient=2.0, in_reward=kind))  # fmt: skip
     assert counted(e.batch.rewards_BT, e) == pytest.approx([-2 * expected], abs=1e-5)
     assert counted(e.kl_BT, e) == [1.0]  # what is logged is always the unbiased one
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heedful.config.recipe import LoraConfig
+from heedful.config.section import LoraConfig
 from heedful.data.chat import end_token_ids
 from heedful.data.collate import completion_batch
 from heedful.errors import EngineError

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from heedful.batches import StepStats
-from heedful.config.recipe import CheckpointConfig
+from heedful.config.section import CheckpointConfig
 from heedful.runs.folder import StageFolder
 from heedful.train import checkpoint
 from heedful.train.loop import Interrupted, Loop

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from heedful.config.recipe import KLConfig, LoraConfig, PPOConfig, SamplingConfig
+from heedful.config.ppo import KLConfig, PPOConfig, SamplingConfig
+from heedful.config.section import LoraConfig
 from heedful.data.chat import end_token_ids
 from heedful.errors import EngineError, GuardError
 from heedful.models.roles import Reference

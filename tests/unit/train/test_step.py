@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from heedful.batches import LossOut
-from heedful.config.recipe import OptimizerConfig
+from heedful.config.section import OptimizerConfig
 from heedful.errors import GuardError
 from heedful.train import guard
 from heedful.train.step import Optimisation, optimise

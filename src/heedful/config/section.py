@@ -1,0 +1,83 @@
+"""What every section of a recipe is made of: strict frozen models, number types, optimizers, adapters, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """Base of every part of a recipe."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class OptimizerConfig(Section):
+    """AdamW and its schedule."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Peak rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """After the warm-up: constant, or down to zero at the last optimizer step."""
+    warmup_fraction: Fraction = 0.1
+    """Share of the optimizer steps in which the rate rises from zero."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled decay on matrices; 0, since runs are short and start from a good model."""
+    beta1: Fraction = 0.9
+    """Decay of the first moment."""
+    beta2: Fraction = 0.95
+    """Decay of the second moment; 0.95 follows changes faster than 0.999 in short runs."""
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    max_gradient_norm: Annotated[float, Field(gt=0)] = 1.0
+    """The gradient of the whole step is scaled down to this norm."""
+
+
+class FineTuneOptimizer(OptimizerConfig):
+    """AdamW for supervised fine-tuning and the reward model."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-5
+    """Peak rate; for all weights of a small model. Adapters take about ten times as much."""
+
+
+class PolicyOptimizer(OptimizerConfig):
+    """AdamW for the policy of PPO."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-6
+    """Rate; an order below SFT's, since the data moves with the policy. Adapters take about a hundred times as much."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Constant, since PPO has no natural end."""
+    warmup_fraction: Fraction = 0.0
+    """No warm-up: the first advantages are as good as later ones."""
+
+
+class ValueOptimizer(PolicyOptimizer):
+    """AdamW for the value model of PPO."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    """Rate; above the policy's, since the value must follow it."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters; without this section all weights are trained."""
+
+    rank: Positive = 16
+    """Width of the update."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The update is scaled by alpha / rank."""
+    targets: str = "all-linear"
+    """Module names, comma-separated, or all-linear."""
+
+
+class CheckpointConfig(Section):
+    """When a stage saves itself."""
+
+    every_steps: Positive = 10
+    """Optimizer (SFT, reward) or PPO steps between checkpoints."""
+    keep: Positive = 1
+    """Complete checkpoints kept; an old one goes only when the new one is complete."""

@@ -1,0 +1,95 @@
+"""What every stage needs to know, and where earlier stages left their models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heedful.config.recipe import STAGES, Recipe, Stage
+from heedful.errors import ConfigError
+from heedful.runs.folder import RunFolder, StageFolder
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every stage needs to know: the recipe, the run folder, and where earlier stages left their models."""
+
+    recipe: Recipe
+    folder: RunFolder
+
+    def stage(self, name: Stage) -> StageFolder:
+        """The folder of a stage; its number is its place among all stages, whatever the recipe leaves out."""
+        return self.folder.stage(name, STAGES.index(name) + 1)
+
+    def model_of(self, name: Stage) -> Path:
+        """The model that a stage of this run has left.
+
+        Raises:
+            ConfigError: the stage is not finished yet.
+        """
+        stage = self.stage(name)
+        if not stage.is_finished:
+            raise ConfigError(f"{self.folder.path}: the {name} stage is not finished; run `heedful {name}` first")
+        return stage.model
+
+    @property
+    def base(self) -> Path:
+        """The folder of the model that everything starts from."""
+        from heedful.models.load import resolve
+
+        return resolve(self.recipe.model.name)
+
+    @property
+    def sft_policy(self) -> Path:
+        """The policy before PPO: this run's SFT model, model.policy, or the base model itself."""
+        from heedful.models.load import resolve
+
+        if self.recipe.sft is not None:
+            return self.model_of("sft")
+        return resolve(self.recipe.model.policy) if self.recipe.model.policy else self.base
+
+    @property
+    def reward_model(self) -> Path:
+        """This run's reward model, or model.reward."""
+        from heedful.models.load import resolve
+
+        if self.recipe.reward is not None:
+            return self.model_of("reward")
+        assert self.recipe.model.reward is not None
+        return resolve(self.recipe.model.reward)
+
+    def hardware(self) -> dict[str, Any]:
+        """``device``, ``dtype`` and ``attention`` for every model of the run."""
+        from heedful.models import hardware
+
+        device = hardware.device(self.recipe.model.device)
+        dtype = hardware.compute_dtype(device, self.recipe.model.dtype)
+        return {"device": device, "dtype": dtype, "attention": self.recipe.model.attention}
+
+    def read(self, load: Callable[..., list[Any]], name: str) -> list[Any]:
+        """The records that ``load`` finds in a data file; package: names are files that ship with heedful."""
+        from heedful.data.shipped import data_path
+
+        return load(data_path(name), on_bad_row=self.recipe.data.on_bad_row)
+
+    def rankings(self) -> tuple[list[Any], list[Any]]:
+        """Training and held-out rankings; the same split for every stage of the run."""
+        from heedful.data.load import load_rankings
+        from heedful.data.splits import split
+
+        data = self.recipe.data
+        records = self.read(load_rankings, data.rankings) if data.rankings else []
+        if data.heldout_rankings:
+            return records, self.read(load_rankings, data.heldout_rankings)
+        return split(records, data.heldout_fraction, seed=self.recipe.seed)
+
+    def prompts(self, source: str | None, *, heldout: bool) -> list[Any]:
+        """The prompts of a file, or else those of the training or held-out rankings."""
+        from heedful.data.load import load_prompts
+        from heedful.records import Prompt
+
+        if source is not None:
+            return self.read(load_prompts, source)
+        return [Prompt(r.group_id, r.prompt, r.category, r.source, r.info) for r in self.rankings()[heldout]]
