@@ -50,13 +50,13 @@ def train_reward(
         def loss_of(batch: RankingBatch) -> LossOut:
             return _ranking_loss(model, batch, config, denominator=len(chosen))
 
-        out = optimise(optimisation, batches, loss_of, step=i, ids_of=lambda b: b.ids)
+        out = optimise([optimisation], batches, loss_of, step=i, ids_of=lambda b: b.ids)
         scalars = {
             "reward/loss_nats": out.loss,
             "reward/accuracy": out.metrics["accuracy"],
             "reward/margin": out.metrics["margin"],
-            "reward/gradient_norm": out.gradient_norm,
-            "reward/learning_rate": out.learning_rate,
+            "reward/gradient_norm": out.gradient_norms["reward"],
+            "reward/learning_rate": out.learning_rates["reward"],
             "reward/epoch": stream.epoch + stream.offset / stream.num_items,
             "reward/rankings_per_second": len(chosen) / (time.perf_counter() - started),
         }

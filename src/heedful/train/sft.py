@@ -50,11 +50,11 @@ def train_sft(
         def loss_of(batch: TokenBatch) -> LossOut:
             return _nll(policy, batch, denominator)
 
-        out = optimise(optimisation, batches, loss_of, step=i, ids_of=lambda b: b.ids)
+        out = optimise([optimisation], batches, loss_of, step=i, ids_of=lambda b: b.ids)
         scalars = {
             "sft/loss_nats": out.loss,
-            "sft/gradient_norm": out.gradient_norm,
-            "sft/learning_rate": out.learning_rate,
+            "sft/gradient_norm": out.gradient_norms["policy"],
+            "sft/learning_rate": out.learning_rates["policy"],
             "sft/num_tokens": denominator,
             "sft/tokens_per_second": sum(len(s.ids) for s in chosen) / (time.perf_counter() - started),
             "sft/epoch": stream.epoch + stream.offset / stream.num_items,

@@ -57,6 +57,17 @@ class Optimisation:
             "num_steps": self.num_steps,
         }
 
+    def move(self) -> None:
+        """One step of AdamW with the gradients that are there, at the scheduled rate."""
+        for group in self.adam.param_groups:
+            group["lr"] = self.learning_rate
+        self.adam.step()
+        self.num_steps += 1
+
+    def skip(self, num_steps: int = 1) -> None:
+        """Count planned steps that were left out, so that the schedule still ends where the run ends."""
+        self.num_steps += num_steps
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what ``state_dict`` gave."""
         with torch.no_grad():
@@ -66,60 +77,79 @@ class Optimisation:
         self.num_steps = state["num_steps"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepOut:
-    """What one optimizer step did: metrics summed over micro-batches (``*_max`` taken as the maximum)."""
+    """What one optimizer step did."""
 
     metrics: dict[str, float]
-    gradient_norm: float
-    """Before clipping, of the whole step (PPO-21)."""
-    learning_rate: float
     loss: float
+    moved: bool
+    """False when ``before_update`` held the optimizer back."""
+    learning_rates: dict[str, float]
+    """By the name of the optimisation, as are the norms."""
+    gradient_norms: dict[str, float]
+    """Before clipping, of the whole step (PPO-21); empty when nothing moved."""
 
 
 def optimise(
-    optimisation: Optimisation,
+    optimisations: Sequence[Optimisation],
     micro_batches: Iterable[M],
     loss_of: Callable[[M], LossOut],
     *,
     step: int,
     ids_of: Callable[[M], Sequence[str]] = lambda _: (),
-    before_update: Callable[[dict[str, float]], None] | None = None,
+    before_update: Callable[[dict[str, float]], bool] = lambda _: True,
 ) -> StepOut:
     """Accumulate the gradient of every micro-batch, check it, clip it and move once.
 
     Every loss is already divided by the step's own denominator, so that the sum over micro-batches is the loss of the
-    step however it is cut (SFT-07, PPO-10). ``before_update`` sees the summed metrics before the optimizer moves.
+    step however it is cut (SFT-07, PPO-10). Several optimisations share the backward passes and are clipped apart.
+
+    Args:
+        before_update: sees the summed metrics before an optimizer moves; False leaves the step out.
 
     Raises:
-        GuardError: a loss or gradient is not finite; the weights have not moved then.
+        GuardError: a loss or gradient is not finite; no weight has moved then.
     """
     total = 0.0
     metrics: dict[str, Tensor] = {}
-    optimisation.adam.zero_grad(set_to_none=True)
+    name = optimisations[0].name
+    for optimisation in optimisations:
+        optimisation.adam.zero_grad(set_to_none=True)
     for micro_batch in micro_batches:
         out = loss_of(micro_batch)
-        guard.finite(f"the {optimisation.name} loss", out.loss, step=step, ids=ids_of(micro_batch))
+        guard.finite(f"the {name} loss", out.loss, step=step, ids=ids_of(micro_batch))
         out.loss.backward()
         total += float(out.loss.detach())
-        for name, value in out.metrics.items():
-            if name not in metrics:
-                metrics[name] = value
-            elif name.endswith("_max"):
-                metrics[name] = torch.maximum(metrics[name], value)
-            else:
-                metrics[name] = metrics[name] + value
+        add_metrics(metrics, out.metrics)
     numbers = {name: float(value) for name, value in metrics.items()}
-    if before_update is not None:
-        before_update(numbers)
-    norm = float(
-        nn.utils.clip_grad_norm_(optimisation.parameters.values(), optimisation.config.max_gradient_norm)
-    )
+    moved = before_update(numbers)
+    rates = {o.name: o.learning_rate for o in optimisations}
+    norms = {}
+    if moved:
+        norms = {o.name: _clipped_norm(o, step) for o in optimisations}  # all are checked before any moves
+    for optimisation in optimisations:
+        if moved:
+            optimisation.move()
+        else:
+            optimisation.skip()
+        optimisation.adam.zero_grad(set_to_none=True)
+    return StepOut(numbers, total, moved, rates, norms)
+
+
+def add_metrics(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
+    """Metrics of one more micro-batch: means are already divided by the step's denominator, maxima stay maxima."""
+    for name, value in more.items():
+        if name not in total:
+            total[name] = value
+        elif name.endswith("_max"):
+            total[name] = torch.maximum(total[name], value)
+        else:
+            total[name] = total[name] + value
+
+
+def _clipped_norm(optimisation: Optimisation, step: int) -> float:
+    limit = optimisation.config.max_gradient_norm
+    norm = float(nn.utils.clip_grad_norm_(optimisation.parameters.values(), limit))
     guard.gradient(norm, model=optimisation.name, step=step)
-    rate = optimisation.learning_rate
-    for group in optimisation.adam.param_groups:
-        group["lr"] = rate
-    optimisation.adam.step()
-    optimisation.num_steps += 1
-    optimisation.adam.zero_grad(set_to_none=True)
-    return StepOut(numbers, norm, rate, total)
+    return norm
