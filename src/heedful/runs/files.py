@@ -59,7 +59,7 @@ def write_bytes(path: Path, content: bytes) -> None:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot write: {error.strerror or error}") from error
 
@@ -113,7 +113,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,0 +1,140 @@
+"""The unfinished rollout on disk: answers that were complete when the run was killed are read, not sampled again.
+
+    rollouts/step-00000012.jsonl
+        {"key": "5f…", "sha256": "a0…", "completions": [{"prompt_id": "p7", "ids": [6, 2], …}, …]}
+
+One line per chunk of answers, on disk before the next chunk begins. The key covers everything that the answers depend
+on (step, seed, sampling, requests, the policy's trained weights to the last bit), the checksum the answers themselves:
+a line that is torn, damaged or of another policy is never used, its chunk is sampled again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heedful.errors import CheckpointError
+from heedful.records import Completion
+from heedful.rollout.engine import Engine, Request, Sampling
+from heedful.runs.files import sync_folder
+
+_NAME = re.compile(r"^step-(\d{8})\.jsonl$")
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RolloutBuffer:
+    """Generates through an engine and keeps every finished chunk in ``folder`` until it is forgotten."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def generate(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        *,
+        seed: int,
+        step: int,
+        weights: Mapping[str, Tensor],
+        chunk: int = 64,
+    ) -> list[Completion]:
+        """What ``engine.generate(requests, sampling, seed=seed)`` gives, in order, ``chunk`` requests at a time.
+
+        Chunks hold prompts of like length; the longest come first, so that one that is too long shows at once. The
+        cut depends on the requests alone: with ``chunk`` up to the engine's own batch size, a resumed rollout equals
+        the uninterrupted one to the last bit.
+
+        Args:
+            weights: the policy's trained weights; chunks that others have sampled are not used.
+
+        Raises:
+            CheckpointError: a chunk cannot be written (disk full, no permission).
+        """
+        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
+        chunks = [order[start : start + chunk] for start in range(0, len(order), chunk)]
+        path = self._folder / f"step-{step:08d}.jsonl"
+        situation = json.dumps([step, seed, dataclasses.asdict(sampling), _fingerprint(weights)])
+        found, done = _read(path), dict[int, Completion]()
+        for chosen in reversed(chunks):
+            asked = [requests[i] for i in chosen]
+            key = _sha256(situation, json.dumps([dataclasses.astuple(request) for request in asked]))
+            answers = found.get(key)
+            if answers is None:
+                answers = engine.generate(asked, sampling, seed=seed)
+                _append(path, key, answers)
+            done.update(zip(chosen, answers, strict=True))
+        return [done[i] for i in range(len(requests))]
+
+    def forget_before(self, step: int) -> None:
+        """Delete what a checkpoint of ``step`` finished steps has made useless, and the folder once it is empty."""
+        if not self._folder.is_dir():
+            return
+        try:
+            for path in self._folder.iterdir():
+                match = _NAME.match(path.name)
+                if match and int(match[1]) < step:
+                    path.unlink()
+            if not any(self._folder.iterdir()):
+                self._folder.rmdir()
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: cannot be deleted: {error.strerror or error}") from error
+
+
+def _append(path: Path, key: str, answers: Sequence[Completion]) -> None:
+    completions = [answer.to_json() for answer in answers]
+    line = json.dumps({"key": key, "sha256": _sha256(json.dumps(completions)), "completions": completions})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("ab") as file:
+            file.write(f"\n{line}\n".encode())  # on a line of its own, whatever a kill has left before it
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot write: {error.strerror or error}; finished answers are kept: free disk space and resume"
+        ) from error
+
+
+def _read(path: Path) -> dict[str, list[Completion]]:
+    """Chunks by key; lines that are torn or damaged are left out."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    found = {}
+    for line in content.split(b"\n"):
+        try:
+            row: Any = json.loads(line)
+            if row["sha256"] == _sha256(json.dumps(row["completions"])):
+                found[row["key"]] = [Completion.from_json(answer) for answer in row["completions"]]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def _fingerprint(weights: Mapping[str, Tensor]) -> str:
+    """A digest of names, shapes and bits: integer sums over the last dimension, hence exact, cheap on any device."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        sums = weight.detach().contiguous().view(_BITS[weight.element_size()]).sum(dim=-1, dtype=torch.int64)
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode() + sums.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _sha256(*parts: str) -> str:
+    return hashlib.sha256("\x00".join(parts).encode()).hexdigest()
