@@ -19,7 +19,7 @@ from heedful.errors import ModelError
 from heedful.models.hardware import autocast
 from heedful.models.load import scalar_head
 from heedful.models.lora import base_of, is_adapted
-from heedful.objectives.logprobs import token_logprobs
+from heedful.objectives.logprobs import exact_kl, token_logprobs
 from heedful.records import Message
 
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -61,6 +61,11 @@ class Part(ABC):
             self._check_packing()
             self._packing_checked = True
         return self._hidden(batch)
+
+    def hidden_after(self, ids_NT: Tensor) -> Tensor:
+        """Last hidden states [N, D] after the last token of unpadded sequences."""
+        positions_NT = torch.arange(ids_NT.shape[1], device=ids_NT.device).expand_as(ids_NT)
+        return self._trunk(ids_NT, torch.ones_like(ids_NT), positions_NT)[:, -1]
 
     def _hidden(self, batch: TokenBatch) -> Tensor:
         mask = self._packed_mask(batch.attention_mask_BT) if batch.packed else batch.attention_mask_BT
@@ -144,7 +149,42 @@ class LanguageModel(Part):
         self, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """log π(target) and, when asked, the entropy, both float32 [B, T] in nats, 0 where ``loss_mask`` is False."""
-        return self._logprobs(self.hidden(batch), batch.targets_BT, batch.loss_mask_BT, temperature, with_entropy)
+        return self.logprobs_of(self.hidden(batch), batch, temperature=temperature, with_entropy=with_entropy)
+
+    def logprobs_of(
+        self, hidden_BTD: Tensor, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`logprobs`, from the batch's own :meth:`hidden` states."""
+        return self._logprobs(hidden_BTD, batch.targets_BT, batch.loss_mask_BT, temperature, with_entropy)
+
+    def exact_kl_of(
+        self,
+        hidden_BTD: Tensor,
+        batch: TokenBatch,
+        reference_hidden_BTD: Tensor,
+        reference_head: Head,
+        *,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """KL(π ‖ π_ref) of the whole next-token distributions, float32 [B, T] in nats, 0 where ``loss_mask`` is False.
+
+        Differentiable in the policy; the reference gets no gradient. Both hidden states are of this batch, and both
+        models are of one architecture.
+        """
+        head = self.head
+        with autocast(self.device, self.dtype):
+            return exact_kl(
+                hidden_BTD,
+                head.weight_VD,
+                reference_hidden_BTD,
+                reference_head.weight_VD,
+                batch.loss_mask_BT,
+                bias_V=head.bias_V,
+                reference_bias_V=reference_head.bias_V,
+                temperature=temperature,
+                logit_scale=head.logit_scale,
+                softcap=head.softcap,
+            )
 
     def _logprobs(
         self, hidden_BTD: Tensor, targets_BT: Tensor, mask_BT: Tensor, temperature: float, with_entropy: bool
@@ -199,6 +239,12 @@ class ScalarModel(Part):
         self._head = scalar_head(self.base)
         self._head.float()
 
+    @torch.no_grad()
+    def zero_head(self) -> None:
+        """Let every score and value be 0, until the head is trained."""
+        for parameter in self._head.parameters():
+            parameter.zero_()
+
     def _scalars(self, hidden: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):
             scalars: Tensor = self._head(hidden.float()).squeeze(-1)
@@ -237,7 +283,7 @@ class ScalarModel(Part):
 
     def values_after(self, ids_NT: Tensor) -> Tensor:
         """[N]: the value after the last token of unpadded sequences (what is still to come of a cut answer)."""
-        return self.scores(ids_NT, torch.ones_like(ids_NT))
+        return self._scalars(self.hidden_after(ids_NT))
 
     def scores(self, ids_NT: Tensor, attention_mask_NT: Tensor) -> Tensor:
         """[N]: the scalar at the last attended token, whatever side the padding is on and whatever the pad id is.

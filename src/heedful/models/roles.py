@@ -4,6 +4,9 @@
                   value  = reward base + adapters     reward    = the same base and the original head, adapters off
     without LoRA  four models
 
+A value that does not start as the reward model leaves that one alone: it is a second copy of the policy with a scalar
+head (policy), or nothing but a head on the policy's trunk (trunk, frozen_trunk).
+
 Either way the reference computes by the same path as the policy (same weights' dtype, same autocast), so that the KL at
 step 0 is exactly 0.
 """
@@ -19,10 +22,15 @@ import torch
 from torch import Tensor
 
 from heedful.batches import TokenBatch
+from heedful.errors import ModelError
 from heedful.models.load import load_causal, load_scalar, load_tokenizer
 from heedful.models.lora import add_lora, is_adapted
-from heedful.models.parts import LanguageModel, ScalarModel
+from heedful.models.parts import Head, LanguageModel, ScalarModel
+from heedful.models.value import TrunkHead, Value
 from heedful.records import Message
+
+ValueFrom = Literal["reward", "policy", "trunk", "frozen_trunk"]
+"""Own model that starts as the reward model or as the policy, or a head on the policy's trunk, trained or frozen."""
 
 
 class LoraSettings(Protocol):
@@ -50,6 +58,24 @@ class Reference:
         with torch.no_grad(), self.part.reference():
             return self.part.logprobs(batch, temperature=temperature, with_entropy=with_entropy)
 
+    def hidden(self, batch: TokenBatch) -> Tensor:
+        """As :meth:`LanguageModel.hidden`, without gradient."""
+        with torch.no_grad(), self.part.reference():
+            return self.part.hidden(batch)
+
+    @property
+    def head(self) -> Head:
+        """The output layer without adapters."""
+        with self.part.reference():
+            return self.part.head
+
+    def logprobs_of(
+        self, hidden_BTD: Tensor, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`LanguageModel.logprobs_of`, without gradient."""
+        with torch.no_grad(), self.part.reference():
+            return self.part.logprobs_of(hidden_BTD, batch, temperature=temperature, with_entropy=with_entropy)
+
 
 @final
 @dataclass(frozen=True)
@@ -71,36 +97,6 @@ class Reward:
             return self.part.score_texts(prompts, answers, micro_batch_tokens=micro_batch_tokens)
 
 
-@final
-@dataclass(frozen=True)
-class Value:
-    """The value model, in the units of the standardised score: (scalar − shift) / scale.
-
-    It starts as the reward model, whose raw scores have any mean and deviation; with the reward card's own mean and
-    deviation its first values are the scores that PPO sees, not a constant away from them.
-    """
-
-    part: ScalarModel
-    shift: float = 0.0
-    scale: float = 1.0
-
-    @property
-    def device(self) -> torch.device:
-        return self.part.device
-
-    def trainable_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """As :meth:`ScalarModel.trainable_parameters`."""
-        return self.part.trainable_parameters()
-
-    def values(self, batch: TokenBatch) -> Tensor:
-        """As :meth:`ScalarModel.values`, standardised."""
-        return (self.part.values(batch) - self.shift) / self.scale
-
-    def values_after(self, ids_NT: Tensor) -> Tensor:
-        """As :meth:`ScalarModel.values_after`, standardised."""
-        return (self.part.values_after(ids_NT) - self.shift) / self.scale
-
-
 @dataclass(frozen=True)
 class Roles:
     """The four parts of PPO."""
@@ -108,7 +104,8 @@ class Roles:
     policy: LanguageModel
     reference: Reference
     value: Value
-    reward: Reward
+    reward: Reward | None
+    """None where no reward model was given: the reward then comes from elsewhere"""
 
 
 def build_policy(
@@ -140,9 +137,14 @@ def build_scalar(
     new_head: bool = False,
     seed: int = 0,
     trained: bool = True,
+    weights: torch.dtype | None = None,
 ) -> ScalarModel:
-    """A reward or value part: from a reward folder, or with ``new_head`` from a language model's folder."""
-    weights = torch.float32 if lora is None else dtype
+    """A reward or value part: from a reward folder, or with ``new_head`` from a language model's folder.
+
+    Args:
+        weights: dtype in which they are held; None as in :func:`build_policy`.
+    """
+    weights = weights or (torch.float32 if lora is None else dtype)
     model = load_scalar(
         path, dtype=weights, device=device, attention=attention, head="new" if new_head else "required", seed=seed
     )
@@ -161,31 +163,54 @@ def _with_trained_weights(
 
 def build_roles(
     policy_path: Path | str,
-    reward_path: Path | str,
+    reward_path: Path | str | None,
     *,
     policy_lora: LoraSettings | None,
     value_lora: LoraSettings | None,
+    value_from: ValueFrom = "reward",
     device: torch.device,
     dtype: torch.dtype,
     attention: str = "auto",
     value_shift: float = 0.0,
     value_scale: float = 1.0,
 ) -> Roles:
-    """The four parts of PPO from an SFT policy's folder and a reward model's folder; values start as the reward model.
+    """The parts of PPO from an SFT policy's folder and, where there is one, a reward model's folder.
 
     Args:
-        value_shift, value_scale: mean and deviation that scores are standardised by (see :class:`Value`).
+        value_from: what the value starts as; new heads start at zero.
+        value_shift, value_scale: mean and deviation that the reward model's scores are standardised by (see
+            :class:`Value`); of no meaning to a value that does not start as the reward model.
 
     Raises:
-        ModelError: a folder that does not hold what its part needs.
+        ModelError: a folder that does not hold what its part needs, or no reward model for a value that starts as it.
     """
     policy = build_policy(policy_path, lora=policy_lora, device=device, dtype=dtype, attention=attention)
-    value = build_scalar(reward_path, lora=value_lora, device=device, dtype=dtype, attention=attention)
-    reference, reward = policy, value
+    reference = policy
     if not is_adapted(policy.model):
-        reference = build_policy(
-            policy_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False
+        reference = build_policy(policy_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False)
+    value: ScalarModel | TrunkHead
+    reward: ScalarModel | None = None
+    if value_from in ("trunk", "frozen_trunk"):
+        value = TrunkHead(policy, frozen=value_from == "frozen_trunk")
+    elif value_from == "policy":
+        value = build_scalar(
+            policy_path, lora=value_lora, device=device, dtype=dtype, attention=attention, new_head=True
         )
-    if not is_adapted(value.model):
-        reward = build_scalar(reward_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False)
-    return Roles(policy, Reference(reference), Value(value, value_shift, value_scale), Reward(reward))
+        value.zero_head()
+    elif reward_path is None:
+        raise ModelError("value_from: reward needs a reward model and there is none; take value_from: policy or trunk")
+    else:
+        value = build_scalar(reward_path, lora=value_lora, device=device, dtype=dtype, attention=attention)
+        reward = value if is_adapted(value.model) else None
+    if reward is None and reward_path is not None:
+        weights = torch.float32 if value_lora is None else dtype
+        reward = build_scalar(
+            reward_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False, weights=weights
+        )
+    starts_as_reward = value_from == "reward"
+    return Roles(
+        policy,
+        Reference(reference),
+        Value(value, value_shift, value_scale) if starts_as_reward else Value(value),
+        None if reward is None else Reward(reward),
+    )
