@@ -20,7 +20,7 @@ def token_nll(
     Args:
         logprobs_BT: of the targets, with gradient.
         loss_mask_BT: True = trained. A batch without any gives loss 0 and gradient 0.
-        denominator: number of counted tokens of the whole step.
+        denominator: number of counted tokens of the whole step, or [B, 1]; see :func:`heedful.objectives.masked.mean`.
 
     Returns:
         loss, and the metric ``nll_nats``, which adds up over micro-batches.

@@ -40,12 +40,20 @@ def mean(
         x_BT: any values.
         loss_mask_BT: True = counts.
         denominator: number of counted tokens of the whole step; None = of this call. A mean of means over micro-batches
-            of unequal length is not the mean of the step, so losses always pass it.
+            of unequal length is not the mean of the step, so losses always pass it. [B, 1] divides each sequence by its
+            own: (its counted tokens) · (sequences of the whole step) makes every sequence weigh the same. What is
+            divided by 0 counts as 0.
+
+    Raises:
+        ValueError: a denominator that is neither one number nor [B, 1].
     """
-    total = counted(x_BT, loss_mask_BT).sum()
-    count = loss_mask_BT.sum() if denominator is None else denominator
-    count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
-    return total / torch.where(count == 0, torch.ones_like(count), count)
+    count = torch.as_tensor(loss_mask_BT.sum() if denominator is None else denominator, device=x_BT.device)
+    if count.ndim and count.shape != (len(x_BT), 1):
+        raise ValueError(f"the denominator is one number or [{len(x_BT)}, 1], not of shape {tuple(count.shape)}")
+    x_BT = counted(x_BT, loss_mask_BT)
+    total = x_BT.sum(dim=1, keepdim=True) if count.ndim else x_BT.sum()
+    count = count.to(total.dtype)
+    return torch.where(count == 0, 0.0, total / torch.where(count == 0, torch.ones_like(count), count)).sum()
 
 
 def maximum(x_BT: Float[Tensor, "B T"], loss_mask_BT: Bool[Tensor, "B T"]) -> Float[Tensor, ""]:

@@ -37,7 +37,7 @@ def ppo_clip(
         old_logprobs_BT: of the policy that sampled, recomputed by the training forward.
         advantages_BT: no gradient flows into them.
         loss_mask_BT: True = sampled by the policy.
-        denominator: number of counted tokens of the whole step.
+        denominator: number of counted tokens of the whole step, or [B, 1]; see :func:`heedful.objectives.masked.mean`.
         clip_low: ε_low.
         clip_high: ε_high; equal to ε_low in the paper.
         dual_clip: c, or None = off.
@@ -70,3 +70,25 @@ def ppo_clip(
         metrics["ratio_max"] = masked.maximum(ratio_BT, loss_mask_BT)
         metrics["ratio_deviation_max"] = masked.maximum((ratio_BT - 1).abs(), loss_mask_BT)
     return LossOut(loss, metrics)
+
+
+def entropy_bonus(
+    entropy_BT: Float[Tensor, "B T"],
+    loss_mask_BT: Bool[Tensor, "B T"],
+    *,
+    coefficient: float,
+    denominator: float | Tensor,
+) -> LossOut:
+    """−c Σ H / denominator: a reward for breadth (Williams & Peng 1991; Schulman et al. 2017).
+
+    Args:
+        entropy_BT: H of the next-token distribution, with gradient; :func:`heedful.objectives.logprobs.token_logprobs`.
+        loss_mask_BT: True = sampled by the policy.
+        coefficient: c.
+        denominator: number of counted tokens of the whole step, or [B, 1]; see :func:`heedful.objectives.masked.mean`.
+
+    Returns:
+        loss, and the metric ``entropy_bonus_nats`` (the mean of H, without c), which adds up over micro-batches.
+    """
+    entropy = masked.mean(entropy_BT, loss_mask_BT, denominator=denominator)
+    return LossOut(-coefficient * entropy, {"entropy_bonus_nats": entropy.detach()})

@@ -30,7 +30,7 @@ def clipped_mse(
         returns_BT: targets, from :func:`heedful.objectives.advantages.gae`.
         loss_mask_BT: True = sampled by the policy; aligned with values of the state *before* the token, so the last
             prompt token's state is the first that counts.
-        denominator: number of counted tokens of the whole step.
+        denominator: number of counted tokens of the whole step, or [B, 1]; see :func:`heedful.objectives.masked.mean`.
         clip: ε, or None = plain ½ mean squared error.
 
     Returns:
