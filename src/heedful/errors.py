@@ -4,6 +4,10 @@ The message of an exception that reaches the user is one clear sentence: what is
 what to do. The command line prints it without a traceback and exits with code 2.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class HeedfulError(Exception):
     """Base of everything heedful raises on purpose."""
@@ -27,6 +31,20 @@ class EngineError(HeedfulError, RuntimeError):
 
 class GuardError(HeedfulError, RuntimeError):
     """A run-time proof failed: ratio not 1, KL not 0, a stream not finite. The optimizer has not moved."""
+
+
+class NonFiniteError(GuardError):
+    """NaN or infinity in a stream or a gradient; the fields say where, for programs.
+
+    ``stream`` is the name in the message, ``ids`` are the samples (() when it is not one of them), ``module`` is the
+    weight at which a gradient goes bad.
+    """
+
+    def __init__(
+        self, message: str, *, stream: str = "", step: int = 0, ids: Sequence[str] = (), module: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.stream, self.step, self.ids, self.module = stream, step, tuple(ids), module
 
 
 class GateError(HeedfulError, RuntimeError):

@@ -5,12 +5,12 @@ Every failure names the stream, the step and the samples, and what usually cause
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from heedful.errors import GuardError
+from heedful.errors import GuardError, NonFiniteError
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6, torch.bfloat16: 2e-3, torch.float16: 2e-3}
 """Largest |ratio − 1| and |KL| that rounding may cause. Both forwards take the same micro-batches through the same
@@ -18,28 +18,62 @@ kernels, so on a CPU the difference is exactly 0 in every dtype; the slack is fo
 
 
 def finite(stream: str, values: Tensor, *, step: int, ids: Sequence[str] = (), mask: Tensor | None = None) -> None:
-    """Raise GuardError when ``values`` ([B, …], counted where ``mask``) holds NaN or infinity, naming the samples."""
+    """Raise NonFiniteError when ``values`` ([B, …], counted where ``mask``) holds NaN or infinity; names the samples."""
     bad = ~torch.isfinite(values.detach())
     if mask is not None:
         bad &= mask
     if not bool(bad.any()):
         return
     rows = bad.reshape(bad.shape[0], -1).any(dim=1).nonzero().flatten().tolist() if bad.dim() else []
-    names = ", ".join(ids[r] if r < len(ids) else str(r) for r in rows[:8]) or "the whole batch"
-    more = f" and {len(rows) - 8} more" if len(rows) > 8 else ""
-    raise GuardError(
-        f"{stream} is not finite at step {step} (samples: {names}{more}); the optimizer has not moved. "
-        f"Look at these samples, then lower the learning rate or set model.dtype to float32"
-    )
+    named = [ids[r] if r < len(ids) else str(r) for r in rows]
+    shown = ", ".join(named[:8]) or "the whole batch"
+    more = f" and {len(named) - 8} more" if len(named) > 8 else ""
+    raise NonFiniteError(
+        f"{stream} is not finite at step {step} (samples: {shown}{more}); the optimizer has not moved. "
+        f"Look at these samples, then lower the learning rate or set model.dtype to float32",
+        stream=stream, step=step, ids=named,
+    )  # fmt: skip
+
+
+def gradients(
+    parameters: Mapping[str, nn.Parameter], norm: float | Tensor, *, model: str, step: int, ids: Sequence[str] = ()
+) -> None:
+    """Raise NonFiniteError when the gradient norm is not finite, naming the weight at which it goes bad.
+
+    A gradient runs backwards: everything before the faulty layer is bad too. So the *last* bad weight in the model's
+    own order is the one named (within a layer that order is only roughly that of the computation; the replay is exact).
+
+    Args:
+        parameters: by name, in the order of the forward pass, with their gradients *before* clipping: a clip by a norm
+            that is NaN would make every gradient NaN.
+        norm: of all gradients together.
+        ids: the samples of the step.
+    """
+    if bool(torch.isfinite(torch.as_tensor(norm))):
+        return
+    given = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    bad = [name for name, gradient in given.items() if not bool(torch.isfinite(gradient).all())]
+    if bad:
+        module = bad[-1]
+        where = f"from {module} backwards ({len(bad)} of {len(given)} weights)"
+    else:
+        module = max(given, key=lambda name: float(given[name].abs().max()))
+        where = f"its norm overflows, the largest is that of {module}"
+    raise NonFiniteError(
+        f"the gradient of the {model} model is not finite at step {step}, {where}; the optimizer has not moved. "
+        f"Lower its learning rate or set model.dtype to float32",
+        stream=f"the {model} gradient", step=step, ids=ids, module=module,
+    )  # fmt: skip
 
 
 def gradient(norm: float, *, model: str, step: int) -> None:
-    """Raise GuardError when the gradient norm is not finite."""
-    if norm != norm or norm in (float("inf"), float("-inf")):
-        raise GuardError(
+    """As :func:`gradients`, where the weights are not at hand."""
+    if not bool(torch.isfinite(torch.as_tensor(norm))):
+        raise NonFiniteError(
             f"the gradient of the {model} model is not finite at step {step}; the optimizer has not moved. "
-            f"Lower its learning rate or set model.dtype to float32"
-        )
+            f"Lower its learning rate or set model.dtype to float32",
+            stream=f"the {model} gradient", step=step,
+        )  # fmt: skip
 
 
 def reference_is_start(kl_BT: Tensor, loss_mask_BT: Tensor, *, dtype: torch.dtype, ids: Sequence[str]) -> None:
