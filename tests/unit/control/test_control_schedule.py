@@ -58,5 +58,6 @@ def test_bad_settings_are_refused(arguments: dict[str, Any], word: str) -> None:
 
 
 def test_control_imports_without_torch() -> None:
-    code = "import sys, heedful.control.kl, heedful.control.schedule; sys.exit('torch' in sys.modules)"
+    modules = "heedful.control.guarded, heedful.control.kl, heedful.control.schedule"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
