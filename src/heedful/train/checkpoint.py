@@ -16,68 +16,92 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial as bound
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from heedful.errors import CheckpointError
+from heedful.runs.files import sync_folder
 
-_NAME = re.compile(r"^step-(\d{8})$")
+_NAME = re.compile(r"^step-(\d{8})(\.old)?$")
 State = dict[str, Any]
 
 
-def save(folder: Path, step: int, state: State, *, keep: int = 1) -> Path:
-    """Write ``state`` (file stem → anything torch.save takes) as the checkpoint of ``step``; remove surplus old ones.
+def save(folder: Path, step: int, state: State, *, keep: int = 1, say: Callable[[str], None] = print) -> Path:
+    """Write ``state`` (file stem → anything torch.save takes) as the checkpoint of ``step``, which is then the newest.
+
+    Of the older ones, ``keep`` − 1 complete ones stay. Those of later steps go too: they were damaged, or the run would
+    have gone on from them. One that cannot be deleted is told, and no harm.
 
     Raises:
         CheckpointError: disk full or not writable; older checkpoints are untouched then.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:08d}"
-    partial = folder / f"{final.name}.partial"
+    partial, old = folder / f"{final.name}.partial", folder / f"{final.name}.old"
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         remove_partial(folder)
         partial.mkdir()
         files = {}
         for stem, value in state.items():
             path = partial / f"{stem}.pt"
-            with path.open("wb") as handle:
-                torch.save(value, handle)
-                handle.flush()
-                os.fsync(handle.fileno())
+            _write(path, bound(torch.save, value))
             files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        _write(partial / "manifest.json", json.dumps({"step": step, "files": files}, indent=1))
-        _fsync_folder(partial)
-        if final.exists():  # the same step saved twice: the new one replaces the old
-            shutil.rmtree(final)
+        manifest = json.dumps({"step": step, "files": files}, indent=1).encode()
+        _write(partial / "manifest.json", lambda handle: handle.write(manifest))
+        sync_folder(partial)
+        if final.exists():  # the same step saved twice: the first one counts until the new one has its name
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
         partial.rename(final)
-        _fsync_folder(folder)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+        sync_folder(folder)
+    except (OSError, RuntimeError) as error:
         shutil.rmtree(partial, ignore_errors=True)
+        cause = error if isinstance(error, OSError) else error.__context__ or error  # torch hides a full disk so
         raise CheckpointError(
-            f"{final}: could not be saved ({error}); older checkpoints are untouched: free disk space and resume"
+            f"{final}: could not be saved ({getattr(cause, 'strerror', None) or cause}); older checkpoints are "
+            f"untouched: free disk space or mend the permissions, then resume"
         ) from None
-    for old in _numbered(folder)[:-keep] if keep else []:
-        shutil.rmtree(old)
+    _rotate(folder, final, keep, say)
     return final
 
 
+def _rotate(folder: Path, newest: Path, keep: int, say: Callable[[str], None]) -> None:
+    """Leave ``newest`` and the ``keep`` − 1 newest complete ones before it."""
+    num_kept = 1
+    try:
+        for path in reversed(_numbered(folder)):
+            if path == newest:
+                continue
+            if path.name < newest.name and num_kept < keep and _damage(path) is None:
+                num_kept += 1
+            else:
+                shutil.rmtree(path)
+    except OSError as error:
+        say(f"{error.filename or folder}: an old checkpoint could not be deleted ({error.strerror or error})")
+
+
 def load_newest(folder: Path, *, say: Callable[[str], None] = print) -> tuple[int, State] | None:
-    """The newest complete checkpoint as (step, state), or None; says which damaged ones it skips."""
+    """The newest complete checkpoint as (step, state), or None; says which damaged ones it skips.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
     if not folder.exists():
         return None
-    for path in reversed(_numbered(folder)):
+    try:
+        candidates = _numbered(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}; mend its permissions") from error
+    for path in reversed(candidates):
         problem = _damage(path)
         if problem:
             say(f"checkpoint {path.name} is skipped: {problem}")
             continue
-        manifest = json.loads((path / "manifest.json").read_text())
-        state = {
-            Path(name).stem: torch.load(path / name, map_location="cpu", weights_only=True)
-            for name in manifest["files"]
-        }
-        return int(manifest["step"]), state
+        state = {file.stem: torch.load(file, map_location="cpu", weights_only=True) for file in path.glob("*.pt")}
+        return _step(path), state
     return None
 
 
@@ -98,23 +122,35 @@ def remove_partial(folder: Path) -> None:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.is_dir() and _NAME.match(p.name))
+    """Checkpoints, oldest first; of two of one step the replaced one first."""
+    found = (p for p in folder.iterdir() if _NAME.match(p.name) and p.is_dir())
+    return sorted(found, key=lambda p: (_step(p), p.suffix != ".old"))
+
+
+def _step(path: Path) -> int:
+    return int(path.name[len("step-") :].removesuffix(".old"))
 
 
 def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint; None when every file is as it was written."""
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
-        files = manifest["files"]
-    except (OSError, ValueError, KeyError):
-        return "its manifest.json is missing or unreadable"
-    for name, facts in files.items():
-        file = path / name
-        if not file.exists():
-            return f"{name} is missing"
-        if file.stat().st_size != facts["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {facts['bytes']}"
-        if _sha256(file) != facts["sha256"]:
-            return f"{name} does not match its checksum"
+        manifest = json.loads((path / "manifest.json").read_bytes())
+        files, step = manifest["files"], manifest["step"]
+        if step != _step(path):
+            return f"its manifest.json is of step {step}"
+        missing = {p.name for p in path.glob("*.pt")} ^ files.keys()
+        if missing:
+            return f"{min(missing)} is missing, or missing from its manifest.json"
+        for name, facts in files.items():
+            size = (path / name).stat().st_size
+            if size != facts["bytes"]:
+                return f"{name} has {size} bytes instead of {facts['bytes']}"
+            if _sha256(path / name) != facts["sha256"]:
+                return f"{name} does not match its checksum"
+    except OSError as error:
+        return f"{Path(error.filename or path).name} cannot be read ({error.strerror or error})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "its manifest.json is damaged"
     return None
 
 
@@ -123,16 +159,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as handle:
-        handle.write(text)
+def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+    with path.open("wb") as handle:
+        fill(handle)
         handle.flush()
         os.fsync(handle.fileno())
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

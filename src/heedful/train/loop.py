@@ -46,6 +46,8 @@ class Loop:
     parts: dict[str, Any]
     shown: dict[str, str] = field(default_factory=dict)
     """metric name → short name on the progress line"""
+    on_saved: Callable[[int], None] = lambda done: None
+    """Told the number of steps done when a checkpoint of it is complete."""
 
     def run(self, step: Callable[[int], StepStats]) -> None:
         """Steps ``0 … total_steps − 1``, or from where the newest complete checkpoint stands.
@@ -90,7 +92,8 @@ class Loop:
     def _save(self, done: int) -> None:
         state = {name: part.state_dict() for name, part in self.parts.items()}
         state["random"] = random_state()
-        checkpoint.save(self.stage.checkpoints, done, state, keep=self.config.keep)
+        checkpoint.save(self.stage.checkpoints, done, state, keep=self.config.keep, say=tell)
+        self.on_saved(done)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 
 from heedful.batches import StepStats
 from heedful.config.section import CheckpointConfig
+from heedful.errors import CheckpointError
 from heedful.runs.folder import StageFolder
 from heedful.train import checkpoint
 from heedful.train.loop import Interrupted, Loop
@@ -33,9 +34,9 @@ class Sum:
         self.total = state["total"]
 
 
-def loop(path, part, *, every_steps=100, total_steps=6):
+def loop(path, part, *, every_steps=100, total_steps=6, **options):
     stage = StageFolder(path, "sft", 1)
-    return Loop("Toy", stage, total_steps, CheckpointConfig(every_steps=every_steps), parts={"sum": part})
+    return Loop("Toy", stage, total_steps, CheckpointConfig(every_steps=every_steps), parts={"sum": part}, **options)
 
 
 def interrupted_by(number, at, part):
@@ -71,6 +72,23 @@ def test_a_signal_stops_after_the_step_and_the_run_goes_on_as_if_nothing_was(tmp
         return [json.loads(line)["sft/loss_nats"] for line in lines]
 
     assert losses("a") == losses("b") and len(losses("b")) == 6
+
+
+def test_who_asks_is_told_of_every_complete_checkpoint_and_of_no_other(tmp_path, monkeypatch):
+    told = []
+    part = Sum()
+    loop(tmp_path, part, every_steps=2, on_saved=lambda done: told.append(
+        (done, checkpoint.load_newest(tmp_path / "checkpoints")[0])
+    )).run(part.step)  # fmt: skip
+    assert told == [(2, 2), (4, 4)]
+
+    def full(*_, **__):
+        raise CheckpointError("disk full")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(CheckpointError, match="disk full"):
+        loop(tmp_path, part, every_steps=5, on_saved=told.append).run(part.step)
+    assert len(told) == 2
 
 
 def test_a_second_signal_stops_at_once(tmp_path):
