@@ -12,7 +12,7 @@ ignores nothing: an unknown or missing key is a :class:`~heedful.errors.DataErro
     PreferencePair  PreferencePair("g1", (Message("user", "Hi"),), chosen="Hello!", rejected="What?")
     TokenSample     TokenSample(ids=[1, 5, 6, 2], loss_mask=[False, False, True, True])
     Completion      Completion("p1", 0, ids=[6, 2], logprobs=[-0.1, -0.2], finish_reason="stop", policy_version=3, …)
-    Rollout         Rollout(completion, reward_parts={"reward_model": 0.7}, score=0.7)
+    Rollout         Rollout(completion, reward_parts={"reward_model": 0.7}, score=0.7, raw_parts={"reward_model": 3.1})
     RewardCard      RewardCard(accuracy=0.74, accuracy_low=0.70, …)
 """
 
@@ -226,8 +226,11 @@ class Rollout(Record):
 
     completion: Completion
     reward_parts: dict[str, float]
+    """Each part as it is summed: scaled, without its weight."""
     score: float
     """The weighted sum of the parts, before any KL."""
+    raw_parts: dict[str, float] = field(default_factory=dict)
+    """Each part as its source gave it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from heedful.errors import ConfigError, EngineError
+from heedful.config.functions import load_function
+from heedful.errors import EngineError
 from heedful.records import Prompt
 
 
@@ -25,23 +24,8 @@ def load_scorer(name: str) -> Scorer:
         ConfigError: the name has another form, the module cannot be imported, or the function is missing or cannot be
             called as ``function(prompt, answer, finished=...)``.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not (module_name and colon and attribute):
-        raise ConfigError(f"gold scorer {name!r}: write it as module:function, for example my_package.gold:score")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything while it is imported
-        raise ConfigError(
-            f"gold scorer {name!r}: cannot import {module_name}: {error}; a module of your own must be on PYTHONPATH"
-        ) from error
-    scorer = getattr(module, attribute, None)
-    if not callable(scorer):
-        raise ConfigError(f"gold scorer {name!r}: {module_name} has no function {attribute!r}")
-    try:
-        inspect.signature(scorer).bind(None, "", finished=True)
-    except TypeError as error:
-        raise ConfigError(f"gold scorer {name!r}: must accept (prompt, answer, finished=...): {error}") from error
-    return scorer  # type: ignore[no-any-return]
+    takes = "(prompt, answer, finished=...)"
+    return load_function(name, "gold scorer", takes=takes, arguments=(None, ""), keywords={"finished": True})
 
 
 def score_answers(

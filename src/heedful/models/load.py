@@ -141,29 +141,33 @@ def load_scalar(
     dtype: torch.dtype,
     device: torch.device,
     attention: str = "auto",
-    head: Literal["required", "new"] = "required",
+    head: Literal["required", "any", "new"] = "required",
     seed: int = 0,
 ) -> Any:
     """A scalar model (reward or value): transformers' sequence classifier with one output, in eval mode.
 
     Args:
-        head: "required" loads a trained reward folder; "new" puts a new head on a language model's trunk, normal with
-            deviation 1/√(D+1) (Stiennon et al. 2020), so that first scores are of order one.
+        head: "required" loads a trained reward folder; "any" one with any number of outputs; "new" puts a new head on a
+            language model's trunk, normal with deviation 1/√(D+1) (Stiennon et al. 2020), so that first scores are of
+            order one.
         seed: of the new head.
 
     Raises:
-        ModelError: head="required" and the folder has no head, or one with more than one output.
+        ModelError: the folder has no head where one is required, or head="required" and one with several outputs.
     """
     from transformers import AutoModelForSequenceClassification
 
-    if head == "required":
-        _check_scalar_config(Path(path))
-    options = {"num_labels": 1, "problem_type": "regression"}
+    outputs = num_outputs(Path(path)) if head != "new" else 1
+    if outputs != 1 and head == "required":
+        raise ModelError(f"{path}: the score head has {outputs} outputs; a reward model has exactly one")
+    options: dict[str, Any] = {"num_labels": outputs}
+    if outputs == 1:
+        options["problem_type"] = "regression"
     if head == "new":  # a head of another shape that is in the file must not stop the loading of the trunk
         options["ignore_mismatched_sizes"] = True
     model, missing = _load(AutoModelForSequenceClassification, path, dtype, device, attention, **options)
-    layer = scalar_head(model)
-    lost = [name for name in missing if head == "required" or not name.startswith(HEAD_NAMES)]
+    layer = scalar_head(model, any_outputs=head == "any")
+    lost = [name for name in missing if head != "new" or not name.startswith(HEAD_NAMES)]
     if lost:
         raise ModelError(
             f"{path}: the weights lack {lost[0]}, so scores would come from random numbers; train the model again"
@@ -179,26 +183,29 @@ def load_scalar(
     return _ready(model, device)
 
 
-def _check_scalar_config(path: Path) -> None:
+def num_outputs(path: Path) -> int:
+    """Outputs of the score head in a reward model's folder.
+
+    Raises:
+        ModelError: no such folder, or a model without score head.
+    """
     config = read_config(path)
     names = config.get("architectures") or ["unknown"]
     if not names[0].endswith("ForSequenceClassification"):
         raise ModelError(f"{path}: {names[0]} has no score head; train a reward model first (heedful reward)")
-    num_labels = len(config.get("id2label") or {0: "", 1: ""})  # transformers' default is two
-    if num_labels != 1:
-        raise ModelError(f"{path}: the score head has {num_labels} outputs; a reward model has exactly one")
+    return len(config.get("id2label") or {0: "", 1: ""})  # transformers' default is two
 
 
-def scalar_head(model: Any) -> Any:
+def scalar_head(model: Any, *, any_outputs: bool = False) -> Any:
     """The layer that gives the score: linear, or PEFT's wrapper of the original head and the trained copy.
 
     Raises:
-        ModelError: the architecture has none with one output.
+        ModelError: the architecture has none, or one with several outputs where not ``any_outputs``.
     """
     for name in HEAD_NAMES:
         layer = dict(model.named_children()).get(name)
         linear = layer if layer is None else dict(layer.named_children()).get("original_module", layer)
-        if isinstance(linear, torch.nn.Linear) and linear.out_features == 1:
+        if isinstance(linear, torch.nn.Linear) and (any_outputs or linear.out_features == 1):
             return layer
     raise ModelError(f"{type(model).__name__} has no linear score head with one output, so it is not supported")
 

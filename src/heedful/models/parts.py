@@ -229,14 +229,19 @@ class LanguageModel(Part):
 class ScalarModel(Part):
     """A reward or value model: one float32 number per sequence or per token."""
 
-    def __init__(self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, any_outputs: bool = False
+    ) -> None:
         """The head is kept and computed in float32: scores are compared with each other, small differences count.
+
+        Args:
+            any_outputs: take a head with several outputs too; only :meth:`output_texts` gives the later ones.
 
         Raises:
             ModelError: no score head with one output.
         """
         super().__init__(model, tokenizer, device, dtype)
-        self._head = scalar_head(self.base)
+        self._head = scalar_head(self.base, any_outputs=any_outputs)
         self._head.float()
 
     @torch.no_grad()
@@ -245,10 +250,13 @@ class ScalarModel(Part):
         for parameter in self._head.parameters():
             parameter.zero_()
 
-    def _scalars(self, hidden: Tensor) -> Tensor:
+    def _read_head(self, hidden: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):
-            scalars: Tensor = self._head(hidden.float()).squeeze(-1)
-        return scalars
+            outputs: Tensor = self._head(hidden.float())
+        return outputs
+
+    def _scalars(self, hidden: Tensor) -> Tensor:
+        return self._read_head(hidden)[..., 0]
 
     def values(self, batch: TokenBatch) -> Tensor:
         """[B, T]: the scalar after each input token; entry t is the value of the state that predicts target t."""
@@ -291,6 +299,10 @@ class ScalarModel(Part):
         Raises:
             ModelError: a row without any token.
         """
+        return self.outputs(ids_NT, attention_mask_NT)[..., 0]
+
+    def outputs(self, ids_NT: Tensor, attention_mask_NT: Tensor) -> Tensor:
+        """[N, number of outputs]: as :meth:`scores`, every output of the head."""
         num_tokens_N = attention_mask_NT.sum(-1)
         if not bool((num_tokens_N > 0).all()):
             raise ModelError(f"row {int((num_tokens_N == 0).nonzero()[0])} of the batch to score has no tokens")
@@ -298,13 +310,19 @@ class ScalarModel(Part):
         hidden_NTD = self._trunk(ids_NT, attention_mask_NT, position_ids_NT)
         last_N = position_ids_NT.argmax(-1)  # the first place of the largest position is the last attended token
         rows_N = torch.arange(len(ids_NT), device=ids_NT.device)
-        return self._scalars(hidden_NTD[rows_N, last_N])
+        return self._read_head(hidden_NTD[rows_N, last_N])
 
-    @torch.no_grad()
     def score_texts(
         self, prompts: Sequence[Sequence[Message]], answers: Sequence[str], *, micro_batch_tokens: int
     ) -> list[float]:
-        """One score per (prompt, answer), in the order given, encoded by this model's own tokenizer and template.
+        """One score per (prompt, answer), in the order given (see :meth:`output_texts`)."""
+        return [row[0] for row in self.output_texts(prompts, answers, micro_batch_tokens=micro_batch_tokens)]
+
+    @torch.no_grad()
+    def output_texts(
+        self, prompts: Sequence[Sequence[Message]], answers: Sequence[str], *, micro_batch_tokens: int
+    ) -> list[list[float]]:
+        """Every output of the head per (prompt, answer), encoded by this model's own tokenizer and template.
 
         An end token that is spelled out inside an answer is left out: it would end the answer early.
 
@@ -321,7 +339,7 @@ class ScalarModel(Part):
             for end in ends:
                 answer = answer.replace(end, "")
             sequences.append(prompt_ids(self.tokenizer, prompt) + answer_ids(self.tokenizer, answer))
-        scores = [0.0] * len(sequences)
+        outputs: list[list[float]] = [[]] * len(sequences)
         for rows in _by_length([len(s) for s in sequences], micro_batch_tokens):
             width = len(sequences[rows[-1]])
             ids_NT = torch.full((len(rows), width), self.pad_id)
@@ -329,10 +347,10 @@ class ScalarModel(Part):
             for n, row in enumerate(rows):
                 ids_NT[n, : len(sequences[row])] = torch.tensor(sequences[row])
                 mask_NT[n, : len(sequences[row])] = 1
-            found = self.scores(ids_NT.to(self.device), mask_NT.to(self.device)).tolist()
-            for row, score in zip(rows, found, strict=True):
-                scores[row] = score
-        return scores
+            found = self.outputs(ids_NT.to(self.device), mask_NT.to(self.device)).tolist()
+            for row, output in zip(rows, found, strict=True):
+                outputs[row] = output
+        return outputs
 
 
 def _by_length(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[list[int]]:

@@ -25,7 +25,8 @@ from heedful.batches import TokenBatch
 from heedful.errors import ModelError
 from heedful.models.load import load_causal, load_scalar, load_tokenizer
 from heedful.models.lora import add_lora, is_adapted
-from heedful.models.parts import Head, LanguageModel, ScalarModel
+from heedful.models.parts import Head, LanguageModel, Part, ScalarModel
+from heedful.models.recompute import recompute_activations
 from heedful.models.value import TrunkHead, Value
 from heedful.records import Message
 
@@ -93,8 +94,14 @@ class Reward:
         self, prompts: Sequence[Sequence[Message]], answers: Sequence[str], *, micro_batch_tokens: int
     ) -> list[float]:
         """As :meth:`ScalarModel.score_texts`."""
+        return [row[0] for row in self.output_texts(prompts, answers, micro_batch_tokens=micro_batch_tokens)]
+
+    def output_texts(
+        self, prompts: Sequence[Sequence[Message]], answers: Sequence[str], *, micro_batch_tokens: int
+    ) -> list[list[float]]:
+        """As :meth:`ScalarModel.output_texts`."""
         with self.part.reference():
-            return self.part.score_texts(prompts, answers, micro_batch_tokens=micro_batch_tokens)
+            return self.part.output_texts(prompts, answers, micro_batch_tokens=micro_batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,12 @@ def build_scalar(
     return ScalarModel(model, load_tokenizer(path), device, dtype)
 
 
+def build_reward(path: Path | str, *, device: torch.device, dtype: torch.dtype, attention: str = "auto") -> Reward:
+    """A frozen reward model of its own, its head with one output or several."""
+    model = load_scalar(path, dtype=dtype, device=device, attention=attention, head="any").requires_grad_(False)
+    return Reward(ScalarModel(model, load_tokenizer(path), device, dtype, any_outputs=True))
+
+
 def _with_trained_weights(
     model: Any, lora: LoraSettings | None, trained: bool, *, task: Literal["causal", "scalar"]
 ) -> Any:
@@ -173,6 +186,7 @@ def build_roles(
     attention: str = "auto",
     value_shift: float = 0.0,
     value_scale: float = 1.0,
+    activation_checkpointing: bool = False,
 ) -> Roles:
     """The parts of PPO from an SFT policy's folder and, where there is one, a reward model's folder.
 
@@ -180,6 +194,7 @@ def build_roles(
         value_from: what the value starts as; new heads start at zero.
         value_shift, value_scale: mean and deviation that the reward model's scores are standardised by (see
             :class:`Value`); of no meaning to a value that does not start as the reward model.
+        activation_checkpointing: of every trained model (see :func:`recompute_activations`).
 
     Raises:
         ModelError: a folder that does not hold what its part needs, or no reward model for a value that starts as it.
@@ -207,6 +222,10 @@ def build_roles(
         reward = build_scalar(
             reward_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False, weights=weights
         )
+    if activation_checkpointing:
+        for part in (policy, value):
+            if isinstance(part, Part):
+                recompute_activations(part)
     starts_as_reward = value_from == "reward"
     return Roles(
         policy,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, final
 
-from heedful.errors import EngineError
-from heedful.models.parts import ScalarModel
-from heedful.models.roles import Reward
+from heedful.errors import CheckpointError, EngineError
 from heedful.records import Completion, Message, Prompt, Rollout
+from heedful.rollout.scaling import Fixed, Scaler
 
 
 class RewardSource(Protocol):
@@ -18,60 +17,129 @@ class RewardSource(Protocol):
     name: str
     weight: float
 
-    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        """One number per completion, in order; higher is better."""
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[float]:
+        """One raw number per completion, in order; higher is better."""
         ...
 
 
-class LearnedReward:
-    """A reward model read on the answer's text, re-encoded with the reward model's own tokenizer (REW-09).
+class RewardModel(Protocol):
+    """What reads texts: a scalar model, the reward part of PPO's roles, or :class:`LastRead` around one of them."""
 
-    The score is standardised with the mean and deviation of the reward card: (raw − mean) / std.
-    """
+    def output_texts(
+        self, prompts: Sequence[Sequence[Message]], answers: Sequence[str], *, micro_batch_tokens: int
+    ) -> list[list[float]]: ...
+
+
+@final
+class LastRead:
+    """A frozen reward model that remembers its last batch: several parts that read it need one forward."""
+
+    def __init__(self, model: RewardModel) -> None:
+        self._model = model
+        self._asked: tuple[list[Sequence[Message]], list[str]] | None = None
+        self._outputs: list[list[float]] = []
+
+    def output_texts(
+        self, prompts: Sequence[Sequence[Message]], answers: Sequence[str], *, micro_batch_tokens: int
+    ) -> list[list[float]]:
+        """As :meth:`ScalarModel.output_texts`."""
+        asked = (list(prompts), list(answers))
+        if asked != self._asked:
+            self._outputs = self._model.output_texts(prompts, answers, micro_batch_tokens=micro_batch_tokens)
+            self._asked = asked
+        return self._outputs
+
+
+@final
+class LearnedReward:
+    """One output of a reward model, read on the answer's text as the model's own tokenizer encodes it (REW-09)."""
 
     def __init__(
         self,
-        model: ScalarModel | Reward,
+        model: RewardModel,
         *,
         micro_batch_tokens: int,
+        head: int = 0,
         mean: float = 0.0,
         std: float = 1.0,
         name: str = "reward_model",
         weight: float = 1.0,
     ) -> None:
         self.name, self.weight = name, weight
-        self._model, self._micro_batch_tokens, self._mean, self._std = model, micro_batch_tokens, mean, std
+        self._model, self._micro_batch_tokens, self._head = model, micro_batch_tokens, head
+        self._mean, self._std = mean, std
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        messages: list[tuple[Message, ...]] = [p.messages for p in prompts]
-        raw = self._model.score_texts(
-            messages, [c.text for c in completions], micro_batch_tokens=self._micro_batch_tokens
+        outputs = self._model.output_texts(
+            [p.messages for p in prompts], [c.text for c in completions], micro_batch_tokens=self._micro_batch_tokens
         )
-        return [(r - self._mean) / self._std for r in raw]
+        return [(row[self._head] - self._mean) / self._std for row in outputs]
+
+
+@final
+class Scoring:
+    """The whole reward of an answer: Σ weight · scaled part."""
+
+    def __init__(self, sources: Sequence[RewardSource], scalers: Mapping[str, Scaler] | None = None) -> None:
+        """``scalers`` by the name of the part; a part without one is taken as it is."""
+        self._sources = list(sources)
+        given = scalers or {}
+        self._scalers = {s.name: given.get(s.name) or Fixed() for s in sources}
+
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, update: bool = True
+    ) -> list[Rollout]:
+        """Every completion with the parts of its reward, raw and scaled, and their weighted sum.
+
+        Args:
+            update: False for validation: the statistics of the scalers stay as they are (see :class:`Scaler`).
+
+        Raises:
+            EngineError: a source gave another number of scores than it was asked for, or one that is not finite. No
+                statistics have moved then.
+        """
+        raw = {s.name: _numbers(s.name, s(prompts, completions), completions) for s in self._sources}
+        scaled = {name: self._scalers[name](values, update=update) for name, values in raw.items()}
+        rollouts = []
+        for i, completion in enumerate(completions):
+            parts = {name: values[i] for name, values in scaled.items()}
+            total = sum(s.weight * parts[s.name] for s in self._sources)
+            rollouts.append(Rollout(completion, parts, total, {name: values[i] for name, values in raw.items()}))
+        return rollouts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The statistics of every part, plain numbers by name."""
+        return {name: scaler.state_dict() for name, scaler in self._scalers.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError when the state is that of other parts."""
+        if state.keys() != self._scalers.keys():
+            raise CheckpointError(
+                f"the checkpoint has the reward parts {', '.join(state)}, this run has {', '.join(self._scalers)}"
+            )
+        for name, scaler in self._scalers.items():
+            scaler.load_state_dict(state[name])
 
 
 def score(
     prompts: Sequence[Prompt], completions: Sequence[Completion], sources: Sequence[RewardSource]
 ) -> list[Rollout]:
-    """Every completion with the parts of its reward and their weighted sum.
+    """Every completion with the parts of its reward and their weighted sum, nothing scaled."""
+    return Scoring(sources)(prompts, completions)
 
-    Raises:
-        EngineError: a source gave another number of scores than it was asked for, or one that is not finite.
-    """
-    parts: dict[str, list[float]] = {}
-    for source in sources:
-        values = source(prompts, completions)
-        if len(values) != len(completions):
-            raise EngineError(f"reward {source.name!r} gave {len(values)} scores for {len(completions)} answers")
-        for value, completion in zip(values, completions, strict=True):
-            if not math.isfinite(value):
-                raise EngineError(
-                    f"reward {source.name!r} gave {value} for prompt {completion.prompt_id!r}, sample "
-                    f"{completion.sample_index}; a reward must be a finite number"
-                )
-        parts[source.name] = [float(v) for v in values]
-    rollouts = []
-    for i, completion in enumerate(completions):
-        own = {name: values[i] for name, values in parts.items()}
-        rollouts.append(Rollout(completion, own, sum(s.weight * own[s.name] for s in sources)))
-    return rollouts
+
+def _numbers(name: str, values: Any, completions: Sequence[Completion]) -> list[float]:
+    """What a source gave as finite floats, one per completion."""
+    try:
+        numbers = [float(v) for v in values]
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"reward {name!r} must give a list with one number per answer ({error})") from None
+    if len(numbers) != len(completions):
+        raise EngineError(f"reward {name!r} gave {len(numbers)} scores for {len(completions)} answers")
+    for value, completion in zip(numbers, completions, strict=True):
+        if not math.isfinite(value):
+            raise EngineError(
+                f"reward {name!r} gave {value} for prompt {completion.prompt_id!r}, sample "
+                f"{completion.sample_index}; a reward must be a finite number"
+            )
+    return numbers

@@ -230,11 +230,11 @@ def test_micro_batches_stay_within_the_budget(folder: Callable[..., Path], monke
     part = scalar_model(folder())
     shapes: list[tuple[int, int]] = []
 
-    def scores(self: ScalarModel, ids_NT: Tensor, attention_mask_NT: Tensor) -> Tensor:
+    def outputs(self: ScalarModel, ids_NT: Tensor, attention_mask_NT: Tensor) -> Tensor:
         shapes.append((ids_NT.shape[0], ids_NT.shape[1]))
-        return torch.zeros(len(ids_NT))
+        return torch.zeros(len(ids_NT), 1)
 
-    monkeypatch.setattr(ScalarModel, "scores", scores)
+    monkeypatch.setattr(ScalarModel, "outputs", outputs)
     part.score_texts([PROMPT] * 7, WORDS, micro_batch_tokens=100)
     assert sum(n for n, _ in shapes) == 7 and 1 < len(shapes) < 7
     assert all(n * width <= 100 for n, width in shapes)

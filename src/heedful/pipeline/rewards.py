@@ -1,0 +1,141 @@
+"""The parts of the reward that a recipe names, checked early and built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heedful.config.ppo import PPOConfig, RewardPart
+from heedful.config.recipe import Recipe
+from heedful.errors import GateError, ModelError
+from heedful.pipeline.context import Context
+from heedful.records import RewardCard
+from heedful.train.loop import tell
+
+if TYPE_CHECKING:
+    from heedful.models.roles import Reward
+    from heedful.rollout.scaling import Scaler
+    from heedful.rollout.score import LastRead, RewardSource, Scoring
+
+OWN = "run:reward"
+"""This run's own reward model."""
+
+
+def check_rewards(recipe: Recipe) -> None:
+    """Every part of the reward is there, so that none turns out to be missing hours later; models are fetched.
+
+    Raises:
+        ConfigError: a function that cannot be imported or called, or a url that is none.
+        GateError: a reward model whose card is too weak.
+        ModelError: a model that does not exist, has no score head, or fewer outputs than ``head`` asks.
+    """
+    from heedful.models.load import resolve
+    from heedful.rollout.sources import load_reward_function, reward_url
+
+    for name, part in (recipe.ppo.reward_parts if recipe.ppo else {}).items():
+        if part.function is not None:
+            load_reward_function(name, part.function)
+        elif part.url is not None:
+            reward_url(part.url)
+        elif part.model is not None and part.model != OWN:
+            _check_model(name, part, resolve(part.model), recipe)
+
+
+def build_scoring(context: Context, config: PPOConfig, own: Reward | None) -> Scoring:
+    """The whole reward of a recipe, each part with its scaler.
+
+    Args:
+        own: this run's reward model; may be None where no part reads it.
+
+    Raises:
+        ConfigError, GateError, ModelError: as :func:`check_rewards`.
+    """
+    from heedful.models.load import load_tokenizer
+    from heedful.rollout.score import LearnedReward, Scoring
+    from heedful.rollout.sources import FunctionReward, HTTPReward
+
+    sources: list[RewardSource] = []
+    scalers: dict[str, Scaler] = {}
+    models = _Models(context, own)
+    for name, part in config.reward_parts.items():
+        card = None
+        if part.function is not None:
+            sources.append(FunctionReward(name, part.function, weight=part.weight))
+        elif part.url is not None:
+            tokenizer = load_tokenizer(context.sft_policy)
+            sources.append(HTTPReward(name, part.url, tokenizer, weight=part.weight,
+                                      timeout_seconds=part.timeout_seconds, retries=part.retries))  # fmt: skip
+        else:
+            model, card = models.of(name, part)
+            sources.append(LearnedReward(model, micro_batch_tokens=config.micro_batch_tokens, head=part.head,
+                                         name=name, weight=part.weight))  # fmt: skip
+        scalers[name] = scaler_of(name, part, config, card)
+    return Scoring(sources, scalers)
+
+
+def scaler_of(name: str, part: RewardPart, config: PPOConfig, card: RewardCard | None) -> Scaler:
+    """The scaler of a part: its own ``scaling``, or ``score_scaling`` for models (none where that card is missing).
+
+    Raises:
+        ModelError: it is to be scaled by a card that is not there, or one whose scores have no spread.
+    """
+    from heedful.rollout.scaling import build_scaler
+
+    kind = part.scaling or (config.score_scaling if part.model is not None else "none")
+    if kind != "card":
+        return build_scaler(kind)
+    if card is None:
+        if part.scaling == "card":
+            raise ModelError(f"ppo.rewards.{name}: {part.model} has no reward card to scale by; take running or none")
+        return build_scaler("none")
+    if not card.score_std > 0:
+        raise ModelError(f"ppo.rewards.{name}: the reward card of {part.model} says that all its scores are the same")
+    return build_scaler("card", mean=card.score_mean, std=card.score_std)
+
+
+class _Models:
+    """The reward models of the parts, each loaded once."""
+
+    def __init__(self, context: Context, own: Reward | None) -> None:
+        self._context, self._own = context, own
+        self._loaded: dict[Path | None, LastRead] = {}
+
+    def of(self, name: str, part: RewardPart) -> tuple[LastRead, RewardCard | None]:
+        """The model that a part reads and its card."""
+        from heedful.models.export import load_reward_card
+        from heedful.models.load import resolve
+        from heedful.models.roles import build_reward
+        from heedful.rollout.score import LastRead
+
+        assert part.model is not None
+        if part.model == OWN:
+            assert self._own is not None
+            if None not in self._loaded:
+                self._loaded[None] = LastRead(self._own)
+            return self._loaded[None], load_reward_card(self._context.reward_model)
+        path = resolve(part.model).resolve()
+        _check_model(name, part, path, self._context.recipe)
+        if path not in self._loaded:
+            tell(f"reward {name}: loading {part.model}")
+            self._loaded[path] = LastRead(build_reward(path, **self._context.hardware()))
+        return self._loaded[path], load_reward_card(path)
+
+
+def _check_model(name: str, part: RewardPart, path: Path, recipe: Recipe) -> None:
+    """The folder of a part holds a reward model with the output that is asked for, and a card that is good enough."""
+    from heedful.models.export import load_reward_card
+    from heedful.models.load import num_outputs
+    from heedful.pipeline.ppo import gate
+
+    outputs = num_outputs(path)
+    if part.head >= outputs:
+        raise ModelError(
+            f"ppo.rewards.{name}: head {part.head} of {part.model}, which has {outputs} outputs counted from 0"
+        )
+    card = load_reward_card(path)
+    if card is None:
+        return
+    try:
+        gate(card, recipe)
+    except GateError as error:
+        raise GateError(f"ppo.rewards.{name} ({part.model}): {error}") from None

@@ -1,0 +1,195 @@
+"""Rewards from outside the model: a Python function, or a server that is asked over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from typing import Any, final
+from urllib.parse import urlsplit
+
+from heedful.config.functions import load_function
+from heedful.errors import ConfigError, EngineError
+from heedful.models.cache import say_to_stderr
+from heedful.records import Completion, Prompt
+
+ANSWERS_PER_REQUEST = 64
+LONGEST_PAUSE_SECONDS = 60.0
+PASSING = (408, 425, 429)
+"""Statuses below 500 after which a server may answer the same request well."""
+
+
+@final
+class FunctionReward:
+    """A Python function, called with (prompts, answers): a list of Prompt and one of str; one number per answer."""
+
+    def __init__(self, name: str, function: str, *, weight: float = 1.0) -> None:
+        """Raises ConfigError when ``function`` (module:function) is not there or cannot be called so."""
+        self.name, self.weight, self._spec = name, weight, function
+        self._function = load_reward_function(name, function)
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[float]:
+        """Raises EngineError when the function does."""
+        try:
+            given: Sequence[float] = self._function(list(prompts), [c.text for c in completions])
+        except Exception as error:  # the user's function may raise anything
+            raise EngineError(f"reward {self.name!r}: {self._spec} failed: {error!r}") from error
+        return given
+
+
+def load_reward_function(name: str, function: str) -> Callable[..., Any]:
+    """The function of a part of the reward; raises ConfigError as :func:`load_function`."""
+    return load_function(function, f"reward {name!r}: function", takes="(prompts, answers)", arguments=([], []))
+
+
+class _Passing(Exception):
+    """A failure that another try may mend."""
+
+
+@final
+class HTTPReward:
+    """A reward server that speaks OpenRLHF's protocol.
+
+    POST {"query": [prompt + answer], "prompts": [prompt], "labels": [label]} → {"rewards": [number]}, with "scores" and
+    one-element lists taken too. Texts are the policy's tokens decoded with their special tokens, as the chat template
+    wrote them; the label is the prompt's extra column ``label``, "" where there is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        tokenizer: Any,
+        *,
+        weight: float = 1.0,
+        timeout_seconds: float = 60.0,
+        retries: int = 3,
+        pause_seconds: float = 1.0,
+        say: Callable[[str], None] = say_to_stderr,
+    ) -> None:
+        """
+        Args:
+            tokenizer: the policy's.
+            timeout_seconds: for each request of at most 64 answers, each try anew.
+            retries: further tries after a failed one.
+            pause_seconds: before the second try; doubles with each, up to a minute.
+            say: takes the line about a try that failed.
+
+        Raises:
+            ConfigError: the url has no http(s) scheme or no host.
+        """
+        self.name, self.weight, self.url = name, weight, reward_url(url)
+        self._tokenizer, self._timeout_seconds, self._retries = tokenizer, timeout_seconds, retries
+        self._pause_seconds, self._say = pause_seconds, say
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        """Raises EngineError when the server fails for good: never a score of 0 instead."""
+        scores: list[float] = []
+        for start in range(0, len(completions), ANSWERS_PER_REQUEST):
+            part = slice(start, start + ANSWERS_PER_REQUEST)
+            scores += self._ask(self._body(prompts[part], completions[part]), len(completions[part]))
+        return scores
+
+    def _body(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> bytes:
+        request = {
+            "query": [self._text(c.prompt_ids + c.ids) for c in completions],
+            "prompts": [self._text(c.prompt_ids) for c in completions],
+            "labels": [p.info.get("label", "") for p in prompts],
+        }
+        return json.dumps(request, default=str).encode()
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def _ask(self, body: bytes, num_answers: int) -> list[float]:
+        pause = self._pause_seconds
+        for tries in range(1, self._retries + 2):
+            try:
+                return self._numbers(self._post(body), num_answers)
+            except _Passing as error:
+                if tries > self._retries:
+                    raise EngineError(
+                        f"reward {self.name!r}: {self.url} gave no scores in {tries} tries ({error}); see whether the "
+                        f"server runs, or raise timeout_seconds or retries"
+                    ) from error
+                self._say(f"reward {self.name}: {self.url}: {error}; next try in {pause:g} s")
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        raise AssertionError("unreachable")
+
+    def _post(self, body: bytes) -> bytes:
+        """What the server answers to one try."""
+        deadline = time.monotonic() + self._timeout_seconds
+        request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=self._timeout_seconds) as response:
+                return _read(response, deadline)
+        except urllib.error.HTTPError as error:
+            said = " ".join(error.read(300).decode("utf-8", "replace").split())
+            problem = f"HTTP {error.code} {error.reason}" + (f": {said}" if said else "")
+            if error.code >= 500 or error.code in PASSING:
+                raise _Passing(problem) from error
+            raise self._wrong(problem) from error
+        except TimeoutError as error:
+            raise _Passing(f"no answer within {self._timeout_seconds:g} s") from error
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, TimeoutError):
+                raise _Passing(f"no answer within {self._timeout_seconds:g} s") from error
+            raise _Passing(str(error.reason)) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise _Passing(str(error) or type(error).__name__) from error
+
+    def _numbers(self, answer: bytes, num_answers: int) -> list[float]:
+        """The scores in a server's answer."""
+        try:
+            found = json.loads(answer)
+        except ValueError:
+            raise self._wrong(f"the answer is no JSON ({answer[:80]!r})") from None
+        key = next((k for k in ("rewards", "scores") if isinstance(found, dict) and k in found), None)
+        if key is None:
+            keys = f"the keys {', '.join(found) or 'none'}" if isinstance(found, dict) else type(found).__name__
+            raise self._wrong(f'the answer has no "rewards" (it has {keys})')
+        values = found[key] if isinstance(found[key], list) else [found[key]]
+        values = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in values]
+        if len(values) != num_answers:
+            raise self._wrong(f"{len(values)} scores for {num_answers} answers")
+        for value in values:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise self._wrong(f"a score of {json.dumps(value)[:80]}; it must be a finite number")
+        return [float(v) for v in values]
+
+    def _wrong(self, problem: str) -> EngineError:
+        return EngineError(f"reward {self.name!r}: {self.url}: {problem}")
+
+
+def _read(response: Any, deadline: float) -> bytes:
+    """The whole body; a server that sends it drop by drop does not get more time than any other."""
+    chunks = []
+    while chunk := response.read1():
+        chunks.append(chunk)
+        if time.monotonic() > deadline:
+            raise TimeoutError
+    if response.length:
+        raise ConnectionError("the answer broke off")
+    return b"".join(chunks)
+
+
+def reward_url(url: str) -> str:
+    """The address to ask: ``url`` itself, or its /get_reward where it has no path.
+
+    Raises:
+        ConfigError: no http(s) scheme or no host.
+    """
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ConfigError(f"reward server {url!r}: write it as http://host:port or https://host/path")
+    return parts._replace(path="/get_reward").geturl() if parts.path in ("", "/") else url
