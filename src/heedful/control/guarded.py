@@ -65,7 +65,7 @@ class GuardedKL:
         n = self._window
         if len(self._history) < 2 * n:
             return False
-        kl_nats, scores, deviations = zip(*self._history[-2 * n :])
+        kl_nats, scores, deviations = zip(*self._history)
         score_climbs = _rise(scores) > self._score_rise * sum(deviations) / (2 * n)
         return score_climbs and _rise(kl_nats) > self._kl_rise_nats
 
@@ -91,7 +91,7 @@ class GuardedKL:
         return {
             "base": self.base.state_dict(),
             "multiplier": self.multiplier,
-            "history": [list(row) for row in self._history],
+            "history": list(self._history),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ class GuardedKL:
                 f"the saved state of the KL guard, {state!r}, is not usable; the checkpoint is damaged"
             )
         self.base.load_state_dict(base)
-        self.multiplier, self._history = min(multiplier, self._limit), history
+        self.multiplier, self._history = min(multiplier, self._limit), history[-2 * self._window :]
 
 
 def _rise(values: tuple[float, ...]) -> float:

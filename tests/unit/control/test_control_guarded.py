@@ -92,12 +92,19 @@ def test_RES_04_guard_and_base_survive_a_restart_at_any_step() -> None:
     for stop in range(len(right)):
         first, second = guarded(AdaptiveKL(0.1, 3.0, 640)), guarded(AdaptiveKL(0.7, 3.0, 640))
         feed(first, kl_nats[:stop], scores[:stop])
-        state = json.loads(json.dumps(first.state_dict()))
+        state = first.state_dict()
         feed(first, kl_nats[stop:], scores[stop:])  # what is saved is no view of what goes on
-        second.load_state_dict(state)
+        second.load_state_dict(json.loads(json.dumps(state)))
         assert feed(second, kl_nats[stop:], scores[stop:]) == right[stop:]
         assert second.state_dict() == straight.state_dict()
     assert len(straight.state_dict()["history"]) == 4  # no longer than needed
+
+
+def test_a_saved_history_longer_than_the_windows_is_cut() -> None:
+    controller = guarded(window_steps=1)
+    rows = [[9.0, 0.0, 1.0], [9.0, 0.0, 1.0], [1.0, 0.0, 1.0], [4.0, 1.0, 1.0]]
+    controller.load_state_dict({"base": {"coefficient": 0.1}, "multiplier": 1.0, "history": rows})
+    assert controller.alarm
 
 
 def test_a_saved_multiplier_above_a_lowered_limit_is_brought_under_it() -> None:
