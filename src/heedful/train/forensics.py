@@ -140,7 +140,7 @@ class Recorder:
 
 
 def saved(value: Any) -> Any:
-    """``value`` as lists, dicts, plain values and tensors on the CPU: all that ``torch.load(weights_only=True)`` takes."""
+    """``value`` as lists, dicts, plain values and tensors on the CPU, which ``torch.load(weights_only=True)`` takes."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Record):
@@ -152,3 +152,72 @@ def saved(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [saved(v) for v in value]
     return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """A replay file as it was read."""
+
+    run: Path
+    """The run folder at the time."""
+    recipe: dict[str, Any] | None
+    """None when train_ppo was called outside a run."""
+    config: PPOConfig
+    hardware: dict[str, str]
+    """device, dtype and attention of the policy"""
+    step: int
+    error: dict[str, Any]
+    """message, stream, ids, module"""
+    phase: str
+    minibatch: tuple[int, int]
+    """Epoch and number."""
+    micro_batches: list[TokenBatch | ExperienceBatch]
+    notes: dict[str, Any]
+    weights: dict[str, dict[str, torch.Tensor]]
+    """Trained weights of "policy" and "value", by name."""
+
+    def put_weights(self, roles: Roles) -> None:
+        """Give ``roles`` the recorded weights.
+
+        Raises:
+            CheckpointError: other names or shapes than the roles have.
+        """
+        for who, part in (("policy", roles.policy), ("value", roles.value)):
+            parameters, recorded = part.trainable_parameters(), self.weights[who]
+            shapes = ({n: p.shape for n, p in x.items()} for x in (parameters, recorded))
+            if next(shapes) != next(shapes):
+                raise CheckpointError(f"the recorded {who} weights do not fit the run's model; was it replaced since?")
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(recorded[name])
+
+
+def read(path: Path) -> Replay:
+    """The record in a replay file.
+
+    Raises:
+        CheckpointError: no such file, not a replay file, damaged, or of another version.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; a replay file is in the stage folder, stages/03-ppo")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        version = content["version"]
+    except Exception as error:  # torch has many ways to fail on a file that is not its own
+        raise CheckpointError(f"{path}: not a replay file, or damaged ({type(error).__name__})") from None
+    if version != VERSION:
+        raise CheckpointError(f"{path}: written by another version of heedful (format {version}, this one {VERSION})")
+    notes = content["notes"]
+    return Replay(
+        Path(content["run"]), content["recipe"], PPOConfig(**content["config"]), content["hardware"], content["step"],
+        content["error"], notes["phase"], tuple(notes.get("minibatch", (0, 0))),
+        [_batch(b) for b in notes["micro_batches"]], notes, content["weights"],
+    )  # fmt: skip
+
+
+def _batch(streams: dict[str, Any]) -> TokenBatch | ExperienceBatch:
+    if "tokens" not in streams:
+        return TokenBatch(**{**streams, "ids": tuple(streams["ids"])})
+    tokens = _batch(streams["tokens"])
+    assert isinstance(tokens, TokenBatch)
+    return ExperienceBatch(**{**streams, "tokens": tokens})

@@ -18,13 +18,16 @@ kernels, so on a CPU the difference is exactly 0 in every dtype; the slack is fo
 
 
 def finite(stream: str, values: Tensor, *, step: int, ids: Sequence[str] = (), mask: Tensor | None = None) -> None:
-    """Raise NonFiniteError when ``values`` ([B, …], counted where ``mask``) holds NaN or infinity; names the samples."""
+    """Raise NonFiniteError when ``values`` ([B, …], counted where ``mask``) holds NaN or infinity.
+
+    The samples are named; of a scalar all in ``ids``.
+    """
     bad = ~torch.isfinite(values.detach())
     if mask is not None:
         bad &= mask
     if not bool(bad.any()):
         return
-    rows = bad.reshape(bad.shape[0], -1).any(dim=1).nonzero().flatten().tolist() if bad.dim() else []
+    rows = bad.reshape(bad.shape[0], -1).any(dim=1).nonzero().flatten().tolist() if bad.dim() else range(len(ids))
     named = [ids[r] if r < len(ids) else str(r) for r in rows]
     shown = ", ".join(named[:8]) or "the whole batch"
     more = f" and {len(named) - 8} more" if len(named) > 8 else ""
