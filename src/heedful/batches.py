@@ -94,7 +94,11 @@ class ExperienceBatch:
     advantages_BT: Tensor
     returns_BT: Tensor
     scores_B: Tensor
-    """float32 [B]; the score that entered the rewards"""
+    """float32 [B]; the weighted sum of the scaled reward parts, before clipping and penalties"""
+    kl_loss_weights_B: Tensor
+    """float32 [B]; what the KL of the current token weighs in the loss: β · outlier weight · scale of the advantages"""
+    reference_hidden_BTD: Tensor | None = None
+    """[B, T, D] in the compute dtype; only where the loss has the exact KL"""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+from heedful.config.ppo import RewardPart
 from heedful.config.recipe import Recipe
 from heedful.errors import GateError
 from heedful.pipeline.context import Context
-from heedful.records import RewardCard
+from heedful.pipeline.rewards import build_scoring
+from heedful.records import Completion, Prompt, RewardCard, TokenSample
 from heedful.runs.folder import StageFolder
 from heedful.train.loop import tell
+
+if TYPE_CHECKING:
+    from heedful.models.roles import Roles
+    from heedful.train.keep import Gold
 
 
 def gate(card: RewardCard | None, recipe: Recipe) -> str:
@@ -34,33 +41,89 @@ def gate(card: RewardCard | None, recipe: Recipe) -> str:
 
 
 def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
-    from heedful.data import tokenise
+    """Train the policy; results of the stage."""
     from heedful.models.export import load_reward_card, save_policy
-    from heedful.models.roles import build_roles
-    from heedful.rollout.score import LearnedReward
     from heedful.train.ppo import train_ppo
 
     recipe, config = context.recipe, context.recipe.ppo
     assert config is not None
-    card = load_reward_card(context.reward_model)
-    verdict = gate(card, recipe)
+    verdict = "not asked: the reward is not a model of this run"
+    if config.uses_own_reward:
+        verdict = gate(load_reward_card(context.reward_model), recipe)
     tell(f"gate: {verdict}")
-    mean, std = (card.score_mean, card.score_std) if card and config.score_scaling == "card" else (0.0, 1.0)
-    roles = build_roles(
-        context.sft_policy, context.reward_model, policy_lora=config.lora, value_lora=config.lora, value_shift=mean,
-        value_scale=std, **context.hardware(),
+    roles = ppo_roles(context)
+    scoring = build_scoring(context, config, roles.reward)
+    prompts, counts = ppo_prompts(context, roles.policy.tokenizer)
+    results = train_ppo(
+        roles, scoring, prompts, config, stage, seed=recipe.seed,
+        demonstrations=_demonstrations(context, roles.policy.tokenizer), gold=_gold(recipe),
     )  # fmt: skip
-    asked = context.prompts(recipe.data.prompts, heldout=False)
-    kept = _without_heldout(context, asked)
-    prompts = tokenise.prompts(
-        kept, roles.policy.tokenizer, max_prompt_tokens=recipe.data.max_prompt_tokens
-    ).require_some("prompts")
-    left_out = f", {len(asked) - len(kept)} left out because the evaluation asks them" if len(kept) < len(asked) else ""
-    tell(f"PPO prompts: {prompts.summary()}{left_out}")
-    reward = LearnedReward(roles.reward, micro_batch_tokens=config.micro_batch_tokens, mean=mean, std=std)
-    results = train_ppo(roles, [reward], prompts.samples, config, stage, seed=recipe.seed)
     save_policy(roles.policy.model, roles.policy.tokenizer, stage.model)
-    return {**results, "gate": verdict, "num_dropped": prompts.dropped, "num_heldout_left_out": len(asked) - len(kept)}
+    return {**results, "gate": verdict, **counts}
+
+
+def ppo_roles(context: Context) -> Roles:
+    """The four parts as the recipe has them, from the models that the stages before left."""
+    from heedful.models.export import load_reward_card
+    from heedful.models.roles import build_roles
+
+    config = context.recipe.ppo
+    assert config is not None
+    reward_path = context.reward_model if config.uses_own_reward else None
+    card = load_reward_card(reward_path) if reward_path else None
+    # the value starts as the reward model, so it is in the units that the reward has after scaling and weighing
+    own = next((p for p in config.reward_parts.values() if p.model == "run:reward"), RewardPart(model="run:reward"))
+    scaled = card is not None and (own.scaling or config.score_scaling) != "none"
+    mean, std = (card.score_mean, card.score_std) if card and scaled else (0.0, 1.0)
+    return build_roles(
+        context.sft_policy, reward_path, policy_lora=config.lora, value_lora=config.lora, value_from=config.value_from,
+        value_shift=mean, value_scale=std / own.weight, **context.hardware(),
+    )  # fmt: skip
+
+
+def ppo_prompts(context: Context, tokenizer: Any) -> tuple[list[tuple[Prompt, list[int]]], dict[str, Any]]:
+    """The encoded prompts that PPO answers, and how many were left out for what reason."""
+    from heedful.data import tokenise
+
+    data = context.recipe.data
+    asked = context.prompts(data.prompts, heldout=False)
+    kept = _without_heldout(context, asked)
+    found = tokenise.prompts(kept, tokenizer, max_prompt_tokens=data.max_prompt_tokens)
+    left_out = f", {len(asked) - len(kept)} left out because the evaluation asks them" if len(kept) < len(asked) else ""
+    tell(f"PPO prompts: {found.summary()}{left_out}")
+    return found.samples, {"num_dropped": found.dropped, "num_heldout_left_out": len(asked) - len(kept)}
+
+
+def _demonstrations(context: Context, tokenizer: Any) -> list[TokenSample]:
+    """What ppo.ptx mixes into the policy's loss."""
+    from heedful.data import tokenise
+    from heedful.data.load import load_demonstrations
+
+    config = context.recipe.ppo
+    assert config is not None
+    if config.ptx is None:
+        return []
+    records = context.read(load_demonstrations, config.ptx.data or context.recipe.data.demonstrations or "")
+    found = tokenise.demonstrations(records, tokenizer, max_tokens=config.ptx.max_tokens, too_long="drop")
+    tell(f"PTX data: {found.summary()}")
+    return found.samples
+
+
+def _gold(recipe: Recipe) -> Gold | None:
+    """The gold scorer, for keeping the best policy by it."""
+    from heedful.evaluate.gold import load_scorer, score_answers
+
+    assert recipe.ppo is not None
+    if recipe.ppo.best is None or recipe.ppo.best.by != "gold":
+        return None
+    assert recipe.evaluate is not None and recipe.evaluate.gold is not None
+    scorer = load_scorer(recipe.evaluate.gold)
+
+    def gold(prompts: Sequence[Prompt], answers: Sequence[Completion]) -> list[float]:
+        finished = [c.finish_reason == "stop" for c in answers]
+        return list(score_answers(scorer, list(prompts), [c.text for c in answers], finished))
+
+    return gold
 
 
 def _without_heldout(context: Context, prompts: list[Any]) -> list[Any]:

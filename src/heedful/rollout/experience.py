@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from heedful.data.packing import token_budget_batches
 from heedful.models.roles import Roles
 from heedful.objectives import advantages, kl, masked, shaping
 from heedful.records import Rollout
+
+WHITENING_EPSILON = 1e-8
+"""The ε of :func:`masked.whiten`."""
 
 Partition = list[list[list[int]]]
 """Minibatches of micro-batches of row numbers."""
@@ -34,8 +38,14 @@ class Experience:
     first_partition: Partition
     kl_BT: Tensor
     """float32 [B, T]; log π − log π_ref (k1), 0 where nothing counts"""
+    exact_kl_BT: Tensor | None
+    """float32 [B, T]; KL over the vocabulary, where the recipe has it anywhere"""
     entropy_BT: Tensor
     """float32 [B, T]"""
+    plain_advantages_BT: Tensor
+    """float32 [B, T]; before whitening"""
+    kl_weights_B: Tensor
+    """float32 [B]; 1, or more for answers far outside the step's KL distribution"""
 
     def minibatches(self, partition: Partition) -> Iterator[list[ExperienceBatch]]:
         """The micro-batches of every minibatch, each cut to its own longest row."""
@@ -60,10 +70,12 @@ def select(batch: ExperienceBatch, rows: Sequence[int]) -> ExperienceBatch:
     index = torch.tensor(rows)
     width = int(batch.tokens.attention_mask_BT[index].sum(dim=1).max())
 
-    def cut(x: Tensor) -> Tensor:
-        return x[index, :width] if x.dim() == 2 else x[index]
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[index, :width] if x.dim() > 1 else x[index]
 
-    streams = {f.name: cut(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.name != "tokens"}
+    streams: dict[str, Any] = {
+        f.name: cut(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.name != "tokens"
+    }
     return ExperienceBatch(tokens=select_tokens(batch.tokens, rows), **streams)
 
 
@@ -106,26 +118,42 @@ def build_experience(
     )
     lengths = tokens.attention_mask_BT.sum(dim=1).tolist()
     first = partition(lengths, config, generator)
-    mask_BT = tokens.loss_mask_BT
-    streams = {name: torch.zeros(mask_BT.shape) for name in ("log-probs", "reference log-probs", "values", "entropy")}
+    streams: dict[str, Tensor] = {}
     for rows in (rows for minibatch in first for rows in minibatch):
         part = select_tokens(tokens, rows)
-        on_device = to_device(part, roles.policy.device)
-        temperature = config.sampling.temperature
-        logprobs_BT, entropy_BT = roles.policy.logprobs(on_device, temperature=temperature, with_entropy=True)
-        reference_BT, _ = roles.reference.logprobs(on_device, temperature=temperature)
-        found = {
-            "log-probs": logprobs_BT,
-            "entropy": entropy_BT,
-            "reference log-probs": reference_BT,
-            "values": roles.value.values(on_device),
-        }
-        for name, stream_BT in found.items():
-            assert stream_BT is not None
-            stream_BT = stream_BT.float().cpu()
-            check(name, stream_BT, part)
-            streams[name][torch.tensor(rows), : stream_BT.shape[1]] = torch.where(part.loss_mask_BT, stream_BT, 0.0)
+        for name, stream in _streams(roles, part, config).items():
+            stream = stream.cpu()
+            if name != "reference hidden":
+                check(name, stream, part)
+                stream = torch.where(part.loss_mask_BT, stream.float(), 0.0)
+            if name not in streams:
+                streams[name] = stream.new_zeros((*tokens.inputs_BT.shape, *stream.shape[2:]))
+            streams[name][torch.tensor(rows), : stream.shape[1]] = stream
     return _derive(rollouts, tokens, streams, config, kl_coefficient, first, roles, check)
+
+
+def _streams(roles: Roles, part: TokenBatch, config: PPOConfig) -> dict[str, Tensor]:
+    """[B, T] of every part over one micro-batch, in the order in which they are checked; one forward a model."""
+    part = to_device(part, roles.policy.device)
+    temperature, exact = config.sampling.temperature, "exact" in (config.kl.in_reward, config.kl.in_loss)
+    hidden_BTD = roles.policy.hidden(part)
+    logprobs_BT, entropy_BT = roles.policy.logprobs_of(hidden_BTD, part, temperature=temperature, with_entropy=True)
+    assert entropy_BT is not None
+    reference_BTD = roles.reference.hidden(part)
+    reference_BT, _ = roles.reference.logprobs_of(reference_BTD, part, temperature=temperature)
+    found = {
+        "log-probs": logprobs_BT,
+        "entropy": entropy_BT,
+        "reference log-probs": reference_BT,
+        "values": roles.value.values(part, hidden_BTD if roles.value.is_shared else None),
+    }
+    if exact:
+        found["exact KL"] = roles.policy.exact_kl_of(
+            hidden_BTD, part, reference_BTD, roles.reference.head, temperature=temperature
+        )
+    if config.kl.in_loss == "exact":
+        found["reference hidden"] = reference_BTD
+    return found
 
 
 def _derive(
@@ -138,28 +166,43 @@ def _derive(
     roles: Roles,
     check: Callable[[str, Tensor, TokenBatch], None],
 ) -> Experience:
-    """Rewards, advantages and returns from the four streams."""
+    """Rewards, advantages and returns from the streams."""
     mask_BT = tokens.loss_mask_BT
     logprobs_BT, reference_BT, values_BT = streams["log-probs"], streams["reference log-probs"], streams["values"]
     finished_B = torch.tensor([r.completion.finish_reason == "stop" for r in rollouts])
     scores_B = torch.tensor([r.score for r in rollouts], dtype=torch.float32)
     check("scores", scores_B, tokens)
-    kl_BT = kl.estimate(logprobs_BT, reference_BT, kind="k1")
-    kind = config.kl.in_reward
-    penalty_BT = kl_BT if kind == "k1" else kl.estimate(logprobs_BT, reference_BT, kind=kind)
-    rewards_BT = shaping.token_rewards(
-        scores_B, penalty_BT, mask_BT, kl_coefficient=kl_coefficient, score_clip=config.score_clip,
-        missing_end_penalty=config.missing_end_penalty, finished_B=finished_B,
+    kl_BT = torch.where(mask_BT, kl.estimate(logprobs_BT, reference_BT, kind="k1"), 0.0)
+    exact_BT = streams.get("exact KL")
+    kl_weights_B = torch.ones_like(scores_B)
+    if config.kl.outliers is not None:
+        o, measured_BT = config.kl.outliers, kl_BT if exact_BT is None else exact_BT
+        kl_weights_B = kl.outlier_weights(
+            measured_BT.sum(dim=1), threshold=o.threshold, slope=o.slope, max_weight=o.max_weight
+        )
+    penalty_BT = _penalty(config, kl_BT, exact_BT, logprobs_BT, reference_BT, mask_BT)
+    beta_B = kl_coefficient * kl_weights_B
+    answer_scores_B = shaping.answer_scores(
+        scores_B, score_clip=config.score_clip, finished_B=finished_B, lengths_B=mask_BT.sum(dim=1),
+        missing_end_penalty=config.missing_end_penalty, missing_end_score=config.missing_end_score,
+        overlong_from_tokens=config.overlong_from_tokens, overlong_full_tokens=config.sampling.max_new_tokens,
+        overlong_penalty=config.overlong_penalty,
     )  # fmt: skip
+    rewards_BT = shaping.token_rewards(answer_scores_B, penalty_BT, mask_BT, kl_coefficient=beta_B[:, None])
     check("rewards", rewards_BT, tokens)
-    bootstrap_B = None
-    if config.bootstrap_truncated:
-        bootstrap_B = _last_values(rollouts, finished_B, roles, tokens)
+    scale = torch.ones(())  # of rewards and advantages, and hence of the KL in the loss
+    if config.whiten_rewards:
+        scale = _whitening(rewards_BT, mask_BT)
+        rewards_BT = masked.whiten(rewards_BT, mask_BT, shift_mean=False, eps=WHITENING_EPSILON)
+    bootstrap_B = _last_values(rollouts, finished_B, roles) if config.bootstrap_truncated else None
     advantages_BT, returns_BT = advantages.gae(
-        rewards_BT, values_BT, mask_BT, gamma=config.gamma, lam=config.lam, bootstrap_B=bootstrap_B
-    )
+        rewards_BT, values_BT, mask_BT, gamma=config.gamma, lam=config.lam, value_lam=config.value_lam,
+        bootstrap_B=bootstrap_B,
+    )  # fmt: skip
+    plain_advantages_BT = advantages_BT
     if config.whiten_advantages:
-        advantages_BT = masked.whiten(advantages_BT, mask_BT)
+        scale = scale * _whitening(advantages_BT, mask_BT)
+        advantages_BT = masked.whiten(advantages_BT, mask_BT, eps=WHITENING_EPSILON)
     check("advantages", advantages_BT, tokens)
     batch = ExperienceBatch(
         tokens=tokens,
@@ -170,11 +213,34 @@ def _derive(
         advantages_BT=advantages_BT,
         returns_BT=returns_BT,
         scores_B=scores_B,
+        kl_loss_weights_B=beta_B * scale,
+        reference_hidden_BTD=streams.get("reference hidden"),
     )
-    return Experience(batch, first, torch.where(mask_BT, kl_BT, 0.0), streams["entropy"])
+    return Experience(batch, first, kl_BT, exact_BT, streams["entropy"], plain_advantages_BT, kl_weights_B)
 
 
-def _last_values(rollouts: Sequence[Rollout], finished_B: Tensor, roles: Roles, tokens: TokenBatch) -> Tensor:
+def _penalty(
+    config: PPOConfig, kl_BT: Tensor, exact_BT: Tensor | None, logprobs_BT: Tensor, reference_BT: Tensor,
+    mask_BT: Tensor,
+) -> Tensor:  # fmt: skip
+    """[B, T]: the KL that each token's reward carries; with a KL in the loss only that of later tokens."""
+    kind = config.kl.in_reward
+    if kind == "none":
+        return torch.zeros_like(kl_BT)
+    if kind == "exact":
+        assert exact_BT is not None
+        penalty_BT = exact_BT
+    else:
+        penalty_BT = kl_BT if kind == "k1" else kl.estimate(logprobs_BT, reference_BT, kind=kind)
+    return penalty_BT if config.kl.in_loss == "none" else shaping.of_later_tokens(penalty_BT, mask_BT)
+
+
+def _whitening(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """What :func:`masked.whiten` multiplies deviations by."""
+    return torch.rsqrt(masked.var(x_BT, mask_BT) + WHITENING_EPSILON)
+
+
+def _last_values(rollouts: Sequence[Rollout], finished_B: Tensor, roles: Roles) -> Tensor:
     """[B]: the value after the last token of cut answers; 0 for finished ones, which always end for good (PPO-03)."""
     last_B = torch.zeros(len(rollouts))
     for row in (~finished_B).nonzero().flatten().tolist():

@@ -116,7 +116,9 @@ def optimise(
     name = optimisations[0].name
     for optimisation in optimisations:
         optimisation.adam.zero_grad(set_to_none=True)
+    ids: list[str] = []
     for micro_batch in micro_batches:
+        ids += ids_of(micro_batch)
         out = loss_of(micro_batch)
         guard.finite(f"the {name} loss", out.loss, step=step, ids=ids_of(micro_batch))
         out.loss.backward()
@@ -127,7 +129,7 @@ def optimise(
     rates = {o.name: o.learning_rate for o in optimisations}
     norms = {}
     if moved:
-        norms = {o.name: _clipped_norm(o, step) for o in optimisations}  # all are checked before any moves
+        norms = {o.name: _clipped_norm(o, step, ids) for o in optimisations}  # all are checked before any moves
     for optimisation in optimisations:
         if moved:
             optimisation.move()
@@ -148,8 +150,10 @@ def add_metrics(total: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
             total[name] = total[name] + value
 
 
-def _clipped_norm(optimisation: Optimisation, step: int) -> float:
-    limit = optimisation.config.max_gradient_norm
-    norm = float(nn.utils.clip_grad_norm_(optimisation.parameters.values(), limit))
-    guard.gradient(norm, model=optimisation.name, step=step)
-    return norm
+def _clipped_norm(optimisation: Optimisation, step: int, ids: Sequence[str]) -> float:
+    """The norm of the whole gradient, which is then scaled down to the limit; a bad one is named before that."""
+    parameters = optimisation.parameters
+    norm = nn.utils.get_total_norm([p.grad for p in parameters.values() if p.grad is not None])
+    guard.gradients(parameters, norm, model=optimisation.name, step=step, ids=ids)
+    nn.utils.clip_grads_with_norm_(parameters.values(), optimisation.config.max_gradient_norm, norm)
+    return float(norm)

@@ -34,11 +34,15 @@ class Scripted:
             stream_BT[row, batch.loss_mask_BT[row]] = torch.tensor(self._rows[name])
         return stream_BT
 
-    def logprobs(self, batch, *, temperature=1.0, with_entropy=False):
-        stream_BT = self._stream(batch)
-        return stream_BT, (torch.ones_like(stream_BT) if with_entropy else None)
+    is_shared = False
 
-    def values(self, batch):
+    def hidden(self, batch):
+        return self._stream(batch)
+
+    def logprobs_of(self, hidden, batch, *, temperature=1.0, with_entropy=False):
+        return hidden, (torch.ones_like(hidden) if with_entropy else None)
+
+    def values(self, batch, policy_hidden=None):
         return self._stream(batch)
 
     def values_after(self, ids_NT):
@@ -183,5 +187,6 @@ def test_PPO_08_the_reference_is_the_start_exactly(tmp_path_factory, dtype, lora
     rollouts = [rollout(n, list(range(40, 43 + i)), 1.0) for i, n in enumerate("abcd")]
     e = build(rollouts, {}, {}, {}, parts=parts, **config.model_dump())
     assert not e.kl_BT.any() and e.batch.old_logprobs_BT.any()
-    streams = [getattr(e.batch, f.name) for f in dataclasses.fields(e.batch) if f.name != "tokens"]
-    assert len(streams) == 7 and {stream.dtype for stream in streams} == {torch.float32}
+    found = [getattr(e.batch, f.name) for f in dataclasses.fields(e.batch) if f.name != "tokens"]
+    streams = [x for x in found if x is not None]
+    assert len(streams) == 8 and {stream.dtype for stream in streams} == {torch.float32}

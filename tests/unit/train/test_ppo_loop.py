@@ -15,7 +15,7 @@ from heedful.errors import EngineError, GuardError
 from heedful.models.roles import Reference
 from heedful.rollout.fake import FakeEngine
 from heedful.rollout.hf import HFEngine
-from heedful.rollout.score import LearnedReward
+from heedful.rollout.score import LearnedReward, Scoring
 from heedful.runs.folder import StageFolder
 from heedful.train.ppo import train_ppo
 from toy_parts import disturb, prompts, roles
@@ -44,7 +44,7 @@ def train(parts, path, *, engine=None, seed=0, rewards=None, texts=None, **optio
                           "sampling": SamplingConfig(max_new_tokens=8), **options})  # fmt: skip
     stage = StageFolder(path, "ppo", 3)
     asked = prompts(parts.policy.tokenizer, texts) if texts else prompts(parts.policy.tokenizer)
-    train_ppo(parts, rewards or [Longer()], asked, config, stage, seed=seed, engine=engine)
+    train_ppo(parts, Scoring(rewards or [Longer()]), asked, config, stage, seed=seed, engine=engine)
     return [json.loads(line) for line in stage.metrics.read_text().splitlines()]
 
 
@@ -237,14 +237,18 @@ def shifted(batch, options):
 @pytest.mark.parametrize("mutation", [cooler, blind, shifted])
 def test_a_training_forward_that_differs_is_caught(models, tmp_path, mutation, monkeypatch):
     parts = roles(models)
-    real = parts.policy.logprobs
+    hidden, logprobs_of = parts.policy.hidden, parts.policy.logprobs_of
 
-    def mutated(batch, **options):
+    def mutated_hidden(batch):
+        return hidden(mutation(batch, {})[0] if torch.is_grad_enabled() else batch)
+
+    def mutated_logprobs(hidden_BTD, batch, **options):
         if torch.is_grad_enabled():
             batch, options = mutation(batch, options)
-        return real(batch, **options)
+        return logprobs_of(hidden_BTD, batch, **options)
 
-    monkeypatch.setattr(parts.policy, "logprobs", mutated)
+    monkeypatch.setattr(parts.policy, "hidden", mutated_hidden)
+    monkeypatch.setattr(parts.policy, "logprobs_of", mutated_logprobs)
     before = weights(parts)
     with pytest.raises(GuardError, match="importance ratio differs from 1 .* on the first minibatch of step 0"):
         train(parts, tmp_path)

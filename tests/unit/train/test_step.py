@@ -33,7 +33,8 @@ def test_SFT_07_PPO_10_PPO_21_the_cut_changes_nothing(cuts):
     whole, weight = run([list(range(8))], max_gradient_norm=0.5)
     parts, other = run(cuts, max_gradient_norm=0.5)
     assert torch.allclose(weight, other, atol=1e-6) and (weight - other).abs().mean() < 1e-7
-    assert parts.gradient_norms == pytest.approx(whole.gradient_norms, rel=1e-5) and whole.gradient_norms["policy"] > 0.5
+    assert parts.gradient_norms == pytest.approx(whole.gradient_norms, rel=1e-5)
+    assert whole.gradient_norms["policy"] > 0.5
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
     assert parts.metrics["mean"] == pytest.approx(whole.metrics["mean"], rel=1e-5)
     assert parts.metrics["worst_max"] == pytest.approx(whole.metrics["worst_max"], rel=1e-5)
