@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from heedful.config.section import (
     CheckpointConfig,
@@ -23,6 +23,12 @@ from heedful.config.section import (
 AboveZero = Annotated[float, Field(gt=0)]
 AboveOne = Annotated[float, Field(gt=1)]
 Scaling = Literal["card", "running", "batch", "none"]
+
+
+def _word(name: str) -> str:
+    if not name.isidentifier():
+        raise ValueError("the name of a part is one word of letters, digits and _")
+    return name
 
 
 class SamplingConfig(Section):
@@ -103,19 +109,19 @@ class RewardPart(Section):
     """One named part of the reward: a model, a Python function or an HTTP server."""
 
     model: str | None = None
-    """A reward model: run:reward (this run's own), or a folder, hub id or alias."""
+    """A reward model: run:reward (this run's own), or a folder or hub id; parts that name the same one share it."""
     head: Annotated[int, Field(ge=0)] = 0
     """Which output of a model with several."""
     function: str | None = None
     """module:function, called with (prompts, answers), giving one number per answer."""
     url: str | None = None
-    """A reward server that speaks OpenRLHF's /get_reward."""
+    """A reward server that speaks OpenRLHF's /get_reward; that path is added where the address has none."""
     weight: float = 1.0
     """Factor of this part in the sum, after scaling; negative punishes."""
     scaling: Scaling | None = None
-    """None takes ppo.score_scaling for models with a reward card, none for everything else."""
+    """None takes ppo.score_scaling for models (none where that is card and there is none), none for everything else."""
     timeout_seconds: AboveZero = 60.0
-    """A server's answer is waited for so long."""
+    """A server's answer to 64 texts or fewer is waited for so long."""
     retries: Annotated[int, Field(ge=0)] = 3
     """Further tries after a failed one, with growing pauses; then the run stops. A reward is never silently zero."""
 
@@ -126,8 +132,12 @@ class RewardPart(Section):
             raise ValueError(f"a part of the reward is one of model, function or url; {len(given)} are given")
         if self.weight == 0:
             raise ValueError("a part of weight 0 would cost time and do nothing; leave it out")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError("url must start with http:// or https://")
         if self.model is None and self.head:
             raise ValueError("head chooses an output of a model; this part has none")
+        if self.model is not None and self.model.startswith("run:") and (self.model != "run:reward" or self.head):
+            raise ValueError("the model that a run has of its own is run:reward, with the one output 0")
         if self.model is None and self.scaling == "card":
             raise ValueError("only a model has a reward card; take running, batch or none")
         return self
@@ -176,7 +186,7 @@ class PPOConfig(Section):
     kl: KLConfig = KLConfig()
 
     # what an answer is worth
-    rewards: dict[str, RewardPart] | None = None
+    rewards: dict[Annotated[str, AfterValidator(_word)], RewardPart] | None = None
     """Named parts, summed by weight; None is the run's own reward model alone."""
     score_scaling: Scaling = "card"
     """Scores to mean 0 and deviation 1: by the reward card, by running or by the step's statistics, or not at all."""

@@ -71,10 +71,13 @@ def help_text(model: type[BaseModel] = Recipe, prefix: str = "") -> str:
     """Every key of a recipe with its type, default and meaning, one block per key."""
     lines = []
     for name, field in model.model_fields.items():
-        section = _section_of(field.annotation)
+        section, keys = _section_of(field.annotation)
         if section is not None:
             optional = "" if field.default is not None else " (left out unless written)"
-            lines += ["", f"{prefix}{name}: {_first_line(section)}{optional}", help_text(section, f"{prefix}{name}.")]
+            if keys:
+                lines += ["", f"{prefix}{name}: {field.description}"]
+            place = f"{prefix}{name}{keys}"
+            lines += ["", f"{place}: {_first_line(section)}{optional}", help_text(section, f"{place}.")]
             continue
         kind = re.sub(r"Annotated\[([\w.]+).*", r"\1", _type_name(field.annotation))
         default = yaml.safe_dump(field.default, default_flow_style=True).split("\n")[0]
@@ -82,11 +85,15 @@ def help_text(model: type[BaseModel] = Recipe, prefix: str = "") -> str:
     return "\n".join(lines)
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
+def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, str]:
+    """The section that an annotation holds, and what stands between its name and its keys: "" or, for a dict of
+    sections, ".<name>"."""
     for kind in (annotation, *get_args(annotation)):
+        if get_origin(kind) is dict:
+            return _section_of(get_args(kind)[1])[0], ".<name>"
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
+            return kind, ""
+    return None, ""
 
 
 def _first_line(section: type[BaseModel]) -> str:
@@ -123,7 +130,7 @@ def _check(path: Path, data: dict[str, Any]) -> None:
         Recipe.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        location = tuple(str(p) for p in first["loc"])
+        location = tuple(str(p) for p in first["loc"] if p != "[key]")
         line = _line_of(path, location)
         where = f"{path} line {line}" if line else str(path)
         raise ConfigError(f"{where}: {_explain(first, location)}") from None
@@ -142,8 +149,8 @@ def _explain(problem: Any, location: tuple[str, ...]) -> str:
 
 def suggest(key: str) -> str:
     """Advice for an unknown dotted key: the nearest valid one, by full name first, then by its last word."""
-    keys = list(dotted_keys(Recipe))
     plain = key.replace("-", "_")
+    keys = _keys_for(plain)
     near = difflib.get_close_matches(plain, keys, n=1, cutoff=0.75)
     last = plain.rpartition(".")[2]
     same = [k for k in keys if k.rpartition(".")[2] == last]
@@ -155,12 +162,24 @@ def suggest(key: str) -> str:
 
 
 def dotted_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every key of a recipe in dotted form."""
+    """Every key of a recipe in dotted form; <name> stands for a word that the recipe chooses."""
     for name, field in model.model_fields.items():
         yield prefix + name
-        section = _section_of(field.annotation)
+        section, keys = _section_of(field.annotation)
         if section is not None:
-            yield from dotted_keys(section, f"{prefix}{name}.")
+            if keys:
+                yield f"{prefix}{name}{keys}"
+            yield from dotted_keys(section, f"{prefix}{name}{keys}.")
+
+
+def _keys_for(key: str) -> list[str]:
+    """Every key of a recipe, <name> replaced by the word that stands there in ``key``."""
+    keys = []
+    for known in dotted_keys(Recipe):
+        before, placeholder, after = known.partition("<name>")
+        chosen = key.removeprefix(before).partition(".")[0] if placeholder and key.startswith(before) else placeholder
+        keys.append(before + (chosen or placeholder) + after)
+    return keys
 
 
 def _line_of(path: Path, location: tuple[str, ...]) -> int | None:
@@ -182,10 +201,11 @@ def _line_of(path: Path, location: tuple[str, ...]) -> int | None:
 def _merge(data: dict[str, Any], overrides: list[str]) -> Recipe:
     """Apply overrides on top of checked file contents."""
     pairs = list(_override_pairs(overrides))
-    known = set(dotted_keys(Recipe))
     merged = Recipe.model_validate(data).model_dump(mode="json")
     for key, text in pairs:
-        if key not in known:
+        if "<name>" in key:
+            raise ConfigError(f"option --{key}: put a name of your own in place of <name>")
+        if key not in _keys_for(key):
             raise ConfigError(f"unknown option --{key}; {suggest(key)}")
         try:
             value = yaml.load(text, Loader=_Loader)  # noqa: S506 - a SafeLoader
@@ -193,7 +213,7 @@ def _merge(data: dict[str, Any], overrides: list[str]) -> Recipe:
             value = text
         target, *rest = merged, *key.split(".")
         for part in rest[:-1]:
-            if target.get(part) is None:
+            if not isinstance(target.get(part), dict):
                 target[part] = {}
             target = target[part]
         target[rest[-1]] = value
@@ -201,7 +221,7 @@ def _merge(data: dict[str, Any], overrides: list[str]) -> Recipe:
         return Recipe.model_validate(merged)
     except ValidationError as error:
         first = error.errors()[0]
-        location = tuple(str(p) for p in first["loc"])
+        location = tuple(str(p) for p in first["loc"] if p != "[key]")
         raise ConfigError(f"option --{_explain(first, location)}" if location else _explain(first, ())) from None
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 from heedful.config.recipe import Recipe, Stage
 from heedful.errors import ConfigError, DataError
 from heedful.pipeline.context import Context
+from heedful.pipeline.rewards import check_rewards
 from heedful.runs.folder import RunFolder, StageFolder
 from heedful.runs.progress import duration, peak_memory_bytes
 from heedful.runs.resume import open_run
@@ -33,6 +34,8 @@ def run(recipe: Recipe, *, existing: str = "refuse", only: Stage | None = None) 
     if only is not None and only not in recipe.stages:
         raise ConfigError(f"only is {only!r}; this recipe has the stages {', '.join(recipe.stages)}")
     _check_files(recipe)
+    if only in (None, "ppo"):
+        check_rewards(recipe)
     if recipe.evaluate and recipe.evaluate.gold:
         from heedful.evaluate.gold import load_scorer
 

@@ -135,7 +135,7 @@ def curve_panels(stage: dict[str, Any]) -> list[Panel]:
         last = [_last(curves[n]["values"]) for n in names]
         panels.append(
             Panel(
-                title=metric.description + (f": {label(word)}" if "<" in metric.name else ""),
+                title=_title(metric, word),
                 name=name,
                 svg=figures.curves(series, ident=f"c{stage['index']}-{len(panels)}", guide=GUIDES.get(name)),
                 unit=metric.unit,
@@ -157,7 +157,7 @@ def distribution_panels(stage: dict[str, Any]) -> list[Panel]:
         shapes = [(shape["edges"], shape["counts"]) for shape in found]
         panels.append(
             Panel(
-                title=metric.description,
+                title=_title(metric, name.rpartition("/")[2]),
                 name=name,
                 svg=figures.distributions(shapes, ident=f"d{stage['index']}-{len(panels)}"),
                 unit=metric.unit,
@@ -166,6 +166,11 @@ def distribution_panels(stage: dict[str, Any]) -> list[Panel]:
             )
         )
     return panels
+
+
+def _title(metric: Metric, word: str) -> str:
+    """The metric's words, with the name of the part where it is one of several."""
+    return metric.description + (f": {label(word)}" if "<" in metric.name else "")
 
 
 def choose_examples(rows: list[EvaluationRow]) -> dict[str, list[EvaluationRow]]:

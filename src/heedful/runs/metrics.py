@@ -128,6 +128,7 @@ METRICS: tuple[Metric, ...] = (
 
 HISTOGRAMS: tuple[Metric, ...] = (
     _m("ppo/scores", "", "up", "Scores of the answers", "moves right, keeps its spread", room="rollout"),
+    _m("ppo/score/<part>", "", "up", "One part of the score", "moves right, keeps its spread", room="rollout"),
     _m("ppo/rewards", "", "none", "Summed reward per answer, KL included", "moves right"),
     _m("ppo/kl_per_sample_nats", "nats", "none", "KL to the reference per answer", "all 0 at first; few far outliers"),
     _m("ppo/advantages", "", "none", "Advantages", "centred on 0, no single far outlier"),

@@ -39,6 +39,7 @@ def step_statistics(
 ) -> StepStats:
     """Scalars and histograms of one step."""
     b, mask_BT = experience.batch, experience.batch.tokens.loss_mask_BT
+    parts = rollouts[0].reward_parts
     kl_B = experience.kl_BT.sum(dim=1)
     gap_N = torch.cat([
         (b.old_logprobs_BT[row][mask_BT[row]] - torch.tensor(r.completion.logprobs)).abs()
@@ -60,6 +61,7 @@ def step_statistics(
         "ppo/answer_tokens": mask_BT.sum(dim=1).float(),
         "ppo/values": b.old_values_BT[mask_BT],
         "ppo/logprob_gap": gap_N,
+        **{f"ppo/score/{part}": torch.tensor([r.reward_parts[part] for r in rollouts]) for part in parts},
     }
     if outcome.ratios:
         histograms["ppo/ratios"] = torch.cat(outcome.ratios)
