@@ -187,6 +187,7 @@ def build_roles(
     value_shift: float = 0.0,
     value_scale: float = 1.0,
     activation_checkpointing: bool = False,
+    new_reward_head: bool = False,
 ) -> Roles:
     """The parts of PPO from an SFT policy's folder and, where there is one, a reward model's folder.
 
@@ -195,6 +196,7 @@ def build_roles(
         value_shift, value_scale: mean and deviation that the reward model's scores are standardised by (see
             :class:`Value`); of no meaning to a value that does not start as the reward model.
         activation_checkpointing: of every trained model (see :func:`recompute_activations`).
+        new_reward_head: ``reward_path`` is a language model's, which a random head makes a stand-in.
 
     Raises:
         ModelError: a folder that does not hold what its part needs, or no reward model for a value that starts as it.
@@ -215,13 +217,16 @@ def build_roles(
     elif reward_path is None:
         raise ModelError("value_from: reward needs a reward model and there is none; take value_from: policy or trunk")
     else:
-        value = build_scalar(reward_path, lora=value_lora, device=device, dtype=dtype, attention=attention)
+        value = build_scalar(
+            reward_path, lora=value_lora, device=device, dtype=dtype, attention=attention, new_head=new_reward_head
+        )
         reward = value if is_adapted(value.model) else None
     if reward is None and reward_path is not None:
         weights = torch.float32 if value_lora is None else dtype
         reward = build_scalar(
-            reward_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False, weights=weights
-        )
+            reward_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False, weights=weights,
+            new_head=new_reward_head,
+        )  # fmt: skip
     if activation_checkpointing:
         for part in (policy, value):
             if isinstance(part, Part):

@@ -43,6 +43,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": False, "use_sliding_window": False},
     "Gemma2": {"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 16, "final_logit_softcapping": 2.0},
     "Cohere": {"num_key_value_heads": 2, "logit_scale": 0.25},
+    "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3},
+    "Phi": {"num_key_value_heads": 2},
     "Granite": {"num_key_value_heads": 2, "logits_scaling": 4.0},
 }
 
