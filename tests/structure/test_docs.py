@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from heedful.cli.main import parser
-from heedful.cli.run import VERBS, take_overrides
+from heedful.cli.run import TAKE_KEYS, take_overrides
 from heedful.config.read import dotted_keys
 from heedful.config.recipe import Recipe
 
@@ -86,7 +86,7 @@ def test_every_command_line_parses(path):
         if is_verb(words):
             continue
         overrides: list[str] = []
-        if words[0] in VERBS:
+        if words[0] in TAKE_KEYS:
             words[1:], overrides = take_overrides(words[1:])
         try:
             parser().parse_args(words)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from heedful import __version__
-from heedful.cli import data, models, replay, report, run
+from heedful.cli import check, data, models, replay, report, run
 from heedful.errors import HeedfulError
 
 DESCRIPTION = """Train language models from human feedback: demonstrations, rankings, reward model, PPO, report.
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"heedful {__version__}")
     verbs = top.add_subparsers(title="verbs", metavar="VERB", dest="verb")
-    for verb in (data, models, run, replay, report):
+    for verb in (data, models, check, run, replay, report):
         verb.add_parser(verbs)
     return top
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     words = list(sys.argv[1:] if arguments is None else arguments)
     overrides: list[str] = []
-    if words and words[0] in run.VERBS:
+    if words and words[0] in run.TAKE_KEYS:
         words[1:], overrides = run.take_overrides(words[1:])
     top = parser()
     known = top.parse_args(words)

@@ -50,8 +50,10 @@ SINGLE_EPILOG = """The stages of one recipe share its run folder: a single stage
 run that is there without --resume."""
 
 
+TAKE_KEYS = (*VERBS, "check")
+"""Verbs that take every key of the recipe as an option."""
 SINGLE_STAGES = ("sft", "reward", "ppo", "evaluate")
-OWN_OPTIONS = ("resume", "new", "accept_weak_reward", "print_config", "list_keys", "help")
+OWN_OPTIONS = ("resume", "new", "accept_weak_reward", "print_config", "list_keys", "json", "help")
 
 
 def take_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:

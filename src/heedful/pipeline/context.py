@@ -60,6 +60,11 @@ class Context:
         assert self.recipe.model.reward is not None
         return resolve(self.recipe.model.reward)
 
+    @property
+    def reward_is_stand_in(self) -> bool:
+        """Whether ``reward_model`` is a language model that only stands in for one (see ``check``)."""
+        return False
+
     def hardware(self) -> dict[str, Any]:
         """``device``, ``dtype`` and ``attention`` for every model of the run."""
         from heedful.models import hardware

@@ -77,7 +77,8 @@ def ppo_roles(context: Context) -> Roles:
     mean, std = (card.score_mean, card.score_std) if card and scaled else (0.0, 1.0)
     return build_roles(
         context.sft_policy, reward_path, policy_lora=config.lora, value_lora=config.lora, value_from=config.value_from,
-        value_shift=mean, value_scale=std / own.weight, **context.hardware(),
+        value_shift=mean, value_scale=std / own.weight, new_reward_head=context.reward_is_stand_in,
+        **context.hardware(),
     )  # fmt: skip
 
 

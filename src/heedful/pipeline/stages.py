@@ -33,7 +33,7 @@ def run(recipe: Recipe, *, existing: str = "refuse", only: Stage | None = None) 
         raise ConfigError(f"existing is {existing!r}; give refuse, resume or new")
     if only is not None and only not in recipe.stages:
         raise ConfigError(f"only is {only!r}; this recipe has the stages {', '.join(recipe.stages)}")
-    _check_files(recipe)
+    check_files(recipe)
     if only in (None, "ppo"):
         check_rewards(recipe)
     if recipe.evaluate and recipe.evaluate.gold:
@@ -44,7 +44,7 @@ def run(recipe: Recipe, *, existing: str = "refuse", only: Stage | None = None) 
         return _run_in(folder, recipe, only)
 
 
-def _check_files(recipe: Recipe) -> None:
+def check_files(recipe: Recipe) -> None:
     """Every local data file of the recipe is there, so that none turns out to be missing hours later.
 
     Raises:

@@ -34,6 +34,7 @@ SAMPLER_BOUNDS = {
 by token with rounded, merged weights. Another temperature, mask or template is off by tenths of a nat in the mean."""
 READING_BOUNDS = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
 """Largest share of the score's size by which padding may move it."""
+ANSWERS_END = "answers end"
 MIN_END_PROBABILITY = 1e-3
 MIN_ENTROPY_NATS = 1e-4
 
@@ -125,6 +126,19 @@ def one_vocabulary(bench: Bench) -> Finding:
         measured = f"{len(differing)} tokens have different ids, such as {differing[0]!r}"
         return Finding(False, measured, bound, advice)
     return Finding(True, f"{len(own)} tokens in common", bound, advice)
+
+
+def end_token(bench: Bench) -> Finding:
+    """The token that ends a turn is one of the model's own, is no padding, and closes every answer."""
+    ends, policy = chat.end_token_ids(bench.tokenizer), bench.roles.policy
+    names = ", ".join(repr(bench.tokenizer.convert_ids_to_tokens(end)) for end in ends)
+    bound, advice = "in the vocabulary, and no padding", "give the tokenizer an end token and a pad token of its own"
+    rows = len(policy.head.weight_VD)
+    if max(ends) >= rows:
+        return Finding(False, f"{names} is beyond the {rows} rows of the model", bound, advice)
+    if policy.pad_id in ends:
+        return Finding(False, f"{names} is the padding too", bound, advice)
+    return Finding(True, names, bound, advice)
 
 
 # Memory.
@@ -236,7 +250,7 @@ def reference_is_policy(bench: Bench) -> Finding:
     """Before the first step policy and reference are one model: every KL is 0."""
     s = bench.streams
     kinds: tuple[kl.Kind, ...] = ("k1", "k2", "k3", "abs")
-    estimates = {kind: kl.estimate(s.logprobs_N, s.reference_logprobs_N, kind) for kind in kinds}
+    estimates: dict[str, Tensor] = {kind: kl.estimate(s.logprobs_N, s.reference_logprobs_N, kind) for kind in kinds}
     found = {name: float(kl_N.abs().max()) for name, kl_N in {**estimates, "exact": s.exact_kl_N}.items()}
     worst, bound = max(found, key=found.__getitem__), TOLERANCE[bench.roles.policy.dtype]
     return Finding(
@@ -247,16 +261,11 @@ def reference_is_policy(bench: Bench) -> Finding:
     )
 
 
-def answers_can_end(bench: Bench) -> Finding:
-    """The end token is in the vocabulary, is no padding, and the policy can say it."""
+def answers_end(bench: Bench) -> Finding:
+    """The policy can say an end token."""
     ends = chat.end_token_ids(bench.tokenizer)
-    names = ", ".join(repr(bench.tokenizer.convert_ids_to_tokens(e)) for e in ends)
-    bound = f"some answer ends, or an end token ({names}) has probability {MIN_END_PROBABILITY:g} somewhere"
-    advice = "look at the chat template's end of turn and whether SFT trained it (too_long: drop keeps it)"
-    rows = len(bench.roles.policy.head.weight_VD)
-    if bench.roles.policy.pad_id in ends or max(ends) >= rows:
-        fault = "the padding token" if bench.roles.policy.pad_id in ends else f"beyond the {rows} rows of the model"
-        return Finding(False, f"an end token ({names}) is {fault}", bound, "give the tokenizer an end token of its own")
+    bound = f"some answer ends, or an end token has probability {MIN_END_PROBABILITY:g} somewhere"
+    advice = "look at the chat template's end of turn, and whether SFT trained it (sft.too_long: drop)"
     num = sum(c.finish_reason == "stop" for c in bench.completions)
     if num:
         return Finding(True, f"{num} of {len(bench.completions)} sampled answers end", bound, advice)
@@ -361,8 +370,9 @@ ALL: dict[str, Callable[[Bench], Finding]] = {
     "template round trip": template_round_trip,
     "one begin token": one_begin_token,
     "one vocabulary": one_vocabulary,
+    "end token": end_token,
     "longest batch fits": longest_batch_fits,
-    "answers can end": answers_can_end,
+    ANSWERS_END: answers_end,
     "sampler is trainer": sampler_is_trainer,
     "first ratio is 1": first_ratio_is_1,
     "reference is policy": reference_is_policy,
