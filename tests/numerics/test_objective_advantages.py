@@ -87,3 +87,17 @@ def test_low_precision_values_are_summed_in_float32():
     adv, ret = advantages.gae(rewards, torch.zeros(1, 64, dtype=torch.bfloat16), mask, gamma=1.0, lam=1.0)
     assert adv.dtype == ret.dtype == torch.float32
     assert_close(ret[0, 0], 0.64, largest=1e-6)
+
+
+def test_returns_have_their_own_lambda():
+    torch.manual_seed(3)
+    mask = torch.rand(5, 8) < 0.7
+    rewards, values, bootstrap = torch.randn(5, 8), torch.randn(5, 8), torch.randn(5)
+    adv, ret = advantages.gae(rewards, values, mask, gamma=0.9, lam=0.3, value_lam=1.0, bootstrap_B=bootstrap)
+    assert_close(adv, slow_gae(rewards, values, mask, 0.9, 0.3, bootstrap)[0], largest=5e-6)
+    assert_close(ret, slow_gae(rewards, values, mask, 0.9, 1.0, bootstrap)[1], largest=5e-6)
+    one_step = advantages.gae(rewards, values, mask, gamma=0.9, lam=0.3, value_lam=0.0, bootstrap_B=bootstrap)[1]
+    assert_close(one_step, slow_gae(rewards, values, mask, 0.9, 0.0, bootstrap)[1], largest=5e-6)
+    same = advantages.gae(rewards, values, mask, gamma=0.9, lam=0.3, value_lam=0.3)
+    for actual, expected in zip(same, advantages.gae(rewards, values, mask, gamma=0.9, lam=0.3)):
+        assert_close(actual, expected, largest=0.0)

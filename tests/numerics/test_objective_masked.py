@@ -21,6 +21,40 @@ def test_mean_and_variance_by_hand():
     assert_close(masked.maximum(X_BT, MASK_BT), 6.0)
 
 
+def test_a_denominator_per_sequence_weighs_sequences_alike():
+    """Two answers of 2 and 1 tokens with mean 3 and 6; a third without tokens counts in neither."""
+    x_BT, mask_BT = torch.cat([X_BT, X_BT[:1]]), mask_of([2, 1, 0], 4)
+    lengths_B1 = mask_BT.sum(dim=1, keepdim=True)
+    assert_close(masked.mean(x_BT, mask_BT, denominator=lengths_B1 * 2), 4.5)
+    assert_close(masked.mean(x_BT, mask_BT, denominator=lengths_B1.double() * 4), 2.25)
+    parts = [masked.mean(x_BT[b : b + 1], mask_BT[b : b + 1], denominator=lengths_B1[b : b + 1] * 2) for b in range(3)]
+    assert_close(sum(parts), 4.5)
+    grad = gradient(lambda x: masked.mean(x, mask_BT, denominator=lengths_B1 * 2), x_BT)
+    assert_close(grad, torch.tensor([[0.25, 0.25, 0, 0], [0.5, 0, 0, 0], [0, 0, 0, 0]]), largest=0.0)
+    assert masked.mean(x_BT, mask_BT, denominator=lengths_B1.double()).dtype == torch.float32
+    for poison in POISONS:
+        bad_BT = poisoned(x_BT, mask_BT, poison)
+        assert_close(masked.mean(bad_BT, mask_BT, denominator=lengths_B1 * 2), 4.5, largest=0.0)
+        assert_close(gradient(lambda x: masked.mean(x, mask_BT, denominator=lengths_B1 * 2), bad_BT), grad, largest=0.0)
+
+
+def test_what_is_divided_by_zero_counts_as_zero():
+    for denominator, right in ((0, 0.0), (torch.tensor([[0], [2]]), 3.0), (torch.zeros(2, 1), 0.0)):
+        assert_close(masked.mean(X_BT, MASK_BT, denominator=denominator), right, largest=0.0)
+        grad = gradient(lambda x, d=denominator: masked.mean(x, MASK_BT, denominator=d), X_BT)
+        assert bool(grad.isfinite().all()) and bool((grad[0] == 0).all())
+
+
+def test_a_denominator_of_another_shape_is_refused():
+    for denominator in (torch.ones(2), torch.ones(1, 1), torch.ones(2, 4), torch.ones(1, 2)):
+        try:
+            masked.mean(X_BT, MASK_BT, denominator=denominator)
+        except ValueError as error:
+            assert "[2, 1]" in str(error)
+        else:
+            raise AssertionError(f"{tuple(denominator.shape)} was accepted")
+
+
 def test_PPO_05_whitening_ignores_padding():
     right = torch.tensor([[-1.224745, 0, 0, 0], [1.224745, 0, 0, 0]])
     assert_close(masked.whiten(X_BT, MASK_BT), right)

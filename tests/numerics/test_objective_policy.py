@@ -191,3 +191,40 @@ def test_poison_empty_and_extreme_inputs_stay_finite():
 
     assert bool(exploded(torch.zeros(1, 1)).loss.isfinite())
     assert bool(gradient(lambda x: exploded(x).loss, torch.zeros(1, 1)).isfinite().all())
+
+
+def test_a_denominator_per_sequence_weighs_sequences_alike():
+    """Answers of 1 and 3 tokens with losses 3 and 1, 2, 6: by tokens (3 + 9) / 4, by sequences (3 + 9 / 3) / 2."""
+    advantages, mask = -torch.tensor([[3.0, 0, 0], [1.0, 2.0, 6.0]]), mask_of([1, 3], 3)
+    old = torch.zeros(2, 3)
+    half = torch.tensor([[0.5, 1, 1], [1, 1, 1]]).log()  # one clipped token, in the short answer
+    for denominator, loss, clipped in ((4, 3.0, 0.25), (torch.tensor([[2], [6]]), 3.0, 0.5)):
+        assert_close(policy.ppo_clip(old, old, advantages, mask, denominator=denominator, **CLIP).loss, loss)
+        out = policy.ppo_clip(half, old, advantages, mask, denominator=denominator, **CLIP)
+        assert_close(out.metrics["clip_fraction"], clipped)
+    out = policy.ppo_clip(old, old, advantages * torch.tensor([[2.0], [1.0]]), mask, denominator=4, **CLIP)
+    assert_close(out.loss, 3.75)
+    by_sequence = torch.tensor([[2], [6]])
+    out = policy.ppo_clip(old, old, advantages * torch.tensor([[2.0], [1.0]]), mask, denominator=by_sequence, **CLIP)
+    assert_close(out.loss, 4.5)
+
+
+def test_entropy_bonus():
+    entropy, mask = torch.tensor([[2.0, 4.0, 9.0], [6.0, 9.0, 9.0]]), mask_of([2, 1], 3)
+
+    def bonus(x, denominator=3):
+        return policy.entropy_bonus(x, mask, coefficient=0.5, denominator=denominator)
+
+    out = bonus(entropy.clone().requires_grad_())
+    assert_close(out.loss, -2.0)
+    assert_close(out.metrics["entropy_bonus_nats"], 4.0)
+    assert not out.metrics["entropy_bonus_nats"].requires_grad
+    right = torch.tensor([[-1 / 6, -1 / 6, 0], [-1 / 6, 0, 0]])
+    assert_close(gradient(lambda x: bonus(x).loss, entropy), right)
+    by_sequence = bonus(entropy, torch.tensor([[4], [2]]))
+    assert_close(by_sequence.loss, -2.25)
+    assert_close(by_sequence.metrics["entropy_bonus_nats"], 4.5)
+    for poison in POISONS:
+        bad = poisoned(entropy, mask, poison)
+        assert_close(bonus(bad).loss, -2.0)
+        assert_close(gradient(lambda x: bonus(x).loss, bad), right)

@@ -104,6 +104,7 @@ def test_kl_of_later_tokens_is_that_of_the_next_counted_one():
     for poison in POISONS:
         assert_close(shaping.of_later_tokens(poisoned(kl, mask, poison), mask), right, largest=0.0)
     assert_close(shaping.of_later_tokens(kl[:, :1], mask[:, :1]), torch.zeros(4, 1), largest=0.0)
+    assert not shaping.token_rewards(kl[:, 0].clone().requires_grad_(), kl, mask, kl_coefficient=0.1).requires_grad
     low = shaping.of_later_tokens(kl.bfloat16().requires_grad_(), mask)
     assert low.dtype == torch.float32 and not low.requires_grad
 

@@ -124,10 +124,9 @@ def loss_term(
     if kind not in ("k2", "k3", "abs"):
         raise ValueError(f"{kind!r} is no KL loss; choose k2, k3 or abs (the mean gradient of k1 is 0)")
     logprobs_BT = masked.counted(logprobs_BT, loss_mask_BT)
-    reference_logprobs_BT = masked.counted(reference_logprobs_BT, loss_mask_BT).detach()
-    log_ratio_BT = logprobs_BT.detach() - masked.counted(old_logprobs_BT, loss_mask_BT).detach()
+    log_ratio_BT = logprobs_BT.detach() - old_logprobs_BT.detach()
     ratio_BT = log_ratio_BT.clamp(max=_MAX_EXPONENT).exp()
-    kl_BT = ratio_BT * estimate(logprobs_BT, reference_logprobs_BT, kind)
+    kl_BT = ratio_BT * estimate(logprobs_BT, reference_logprobs_BT.detach(), kind)
     return exact_loss_term(kl_BT, loss_mask_BT, weights_B=weights_B, denominator=denominator)
 
 
@@ -152,7 +151,6 @@ def exact_loss_term(
     Returns:
         loss, and the metric ``kl_loss_nats`` (the mean without β), which adds up over micro-batches.
     """
-    kl_BT = masked.counted(kl_BT, loss_mask_BT)
     loss = masked.mean(weights_B.detach()[:, None] * kl_BT, loss_mask_BT, denominator=denominator)
     return LossOut(loss, {"kl_loss_nats": masked.mean(kl_BT.detach(), loss_mask_BT, denominator=denominator)})
 

@@ -83,7 +83,7 @@ def token_rewards(
         float32 rewards, 0 at masked places, without gradient. A sequence without a counted token gets no reward at all.
     """
     num_left_BT = loss_mask_BT.flip(1).cumsum(1).flip(1)
-    score_BT = torch.where(num_left_BT == 1, at_least_float32(scores_B)[:, None], 0.0)
+    score_BT = torch.where(num_left_BT == 1, scores_B[:, None], 0.0)
     return counted(score_BT - kl_coefficient * at_least_float32(kl_BT), loss_mask_BT)
 
 
@@ -94,8 +94,8 @@ def of_later_tokens(kl_BT: Float[Tensor, "B T"], loss_mask_BT: Bool[Tensor, "B T
     The rewards from a token on then hold −β KL of the tokens after it, which is what its choice can change through the
     reward. The KL of the token itself is left to the loss; in both it would count twice.
     """
-    later_BT = torch.zeros_like(at_least_float32(kl_BT))
+    later_BT = torch.zeros_like(kl_BT)
     next_B = later_BT.new_zeros(len(later_BT))
     for t in range(kl_BT.shape[1] - 1, -1, -1):
-        later_BT[:, t], next_B = next_B, torch.where(loss_mask_BT[:, t], kl_BT[:, t].to(next_B), next_B)
+        later_BT[:, t], next_B = next_B, torch.where(loss_mask_BT[:, t], kl_BT[:, t], next_B)
     return counted(later_BT, loss_mask_BT)
