@@ -13,16 +13,17 @@ from torch import Tensor
 from heedful.batches import StepStats, TokenBatch
 from heedful.config.ppo import PPOConfig
 from heedful.control.guarded import GuardedKL
-from heedful.control.kl import Measurement, build_controller
+from heedful.control.kl import KLController, Measurement, build_controller
 from heedful.data.chat import end_token_ids
 from heedful.data.stream import EpochStream, fingerprint
 from heedful.models.hardware import release_memory
+from heedful.models.parts import ScalarModel
 from heedful.models.recompute import recompute_activations
 from heedful.models.roles import Roles
 from heedful.records import Prompt, TokenSample
 from heedful.rollout.buffer import RolloutBuffer
 from heedful.rollout.engine import Engine, Request, Sampling
-from heedful.rollout.experience import build_experience
+from heedful.rollout.experience import Experience, build_experience
 from heedful.rollout.hf import HFEngine
 from heedful.rollout.score import Scoring
 from heedful.runs.folder import StageFolder
@@ -34,6 +35,10 @@ from heedful.train.ptx import PTX
 from heedful.train.statistics import Clock, Trail, sample_rows, step_statistics
 from heedful.train.step import Optimisation
 from heedful.train.update import Update
+
+SHOWN = {"ppo/score_mean": "score", "ppo/kl_nats": "KL", "ppo/answer_tokens_mean": "length",
+         "ppo/end_token_rate": "ended"}  # fmt: skip
+"""Metric → its name on the progress line."""
 
 EncodedPrompt = tuple[Prompt, list[int]]
 
@@ -60,64 +65,47 @@ def train_ppo(
         demonstrations: for ``config.ptx``.
         gold: scores answers for ``config.best.by: gold``.
     """
-    end_ids = end_token_ids(roles.policy.tokenizer)
-    sampling = Sampling(config.sampling.max_new_tokens, config.sampling.temperature)
-    if config.activation_checkpointing:
-        for part in (roles.policy, *(() if roles.value.is_shared else (roles.value.part,))):
-            recompute_activations(part)
+    _recompute_activations(roles, config)
     keeper = Keeper(roles.policy, prompts, config, seed=seed, scoring=scoring, gold=gold)
     prompts = keeper.training_prompts
     of_data = fingerprint(ids for _, ids in prompts)
     stream = EpochStream(len(prompts), config.prompts_per_step, seed, fingerprint=of_data)
+    sampling = Sampling(config.sampling.max_new_tokens, config.sampling.temperature)
     policy, value = _optimisations(roles, config)
     controller = build_controller(config.kl)
-    ptx = None
-    if config.ptx is not None:
-        ptx = PTX(demonstrations, config.ptx, micro_batch_tokens=config.micro_batch_tokens,
-                  pad_id=roles.policy.pad_id, seed=seed)  # fmt: skip
-    recorder = Recorder(stage, roles, config)
+    ptx = PTX.of(demonstrations, config, pad_id=roles.policy.pad_id, seed=seed)
+    recorder, trail = Recorder(stage, roles, config), Trail()
     update = Update(roles, config, policy, value, ptx, recorder)
     buffer = RolloutBuffer(stage.path / "rollouts")
-    trail = Trail()
 
     def step(i: int) -> StepStats:
         nonlocal engine
         clock = Clock()
-        if engine is None:
-            engine = HFEngine(roles.policy, end_ids)  # after the loop has restored the weights
+        if engine is None:  # after the loop has restored the weights
+            engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
         engine.sync(roles.policy, version=i)
         asked = [prompts[j] for j in next(stream)]
         requests = _requests(asked, config.samples_per_prompt)
         completions = buffer.generate(engine, requests, sampling, seed=_mix(seed, i), step=i, weights=policy.parameters)
         release_memory()
         clock.mark("seconds_rollout")
+        generator = torch.Generator().manual_seed(_mix(seed, i))  # draws the minibatches
         recorder.begin(i)
         with recorder:
             rollouts = scoring([p for p, _ in asked for _ in range(config.samples_per_prompt)], completions)
             recorder.note(phase="scoring", rollouts=rollouts, kl_coefficient=controller.coefficient)
-            generator = torch.Generator().manual_seed(_mix(seed, i))
             experience = build_experience(
                 rollouts, roles, config, kl_coefficient=controller.coefficient, pad_id=roles.policy.pad_id,
                 generator=generator, check=partial(_check, recorder, i),
             )  # fmt: skip
             if i == 0:
-                tokens, kls = experience.batch.tokens, (experience.kl_BT, experience.exact_kl_BT)
-                for kl_BT in (x for x in kls if x is not None):
-                    guard.reference_is_start(kl_BT, tokens.loss_mask_BT, dtype=roles.policy.dtype, ids=tokens.ids)
+                _prove_start(experience, roles)
             clock.mark("seconds_score")
             outcome = update.run(i, experience, generator)
         release_memory()
         clock.mark("seconds_train")
         stats = step_statistics(rollouts, experience, outcome, clock)
-        stats.scalars["ppo/kl_coefficient"] = controller.coefficient  # the one used in this step (PPO-11)
-        if isinstance(controller, GuardedKL):
-            stats.scalars["ppo/kl_guard"] = controller.multiplier
-        controller.update(
-            Measurement(
-                stats.scalars["ppo/kl_nats"], len(rollouts), stats.scalars["ppo/score_mean"],
-                stats.scalars["ppo/score_std"],
-            )
-        )  # fmt: skip
+        _steer(controller, stats, len(rollouts))
         stats.scalars |= keeper.after_step(i, engine, sampling)
         if i % config.histogram_every_steps:
             stats.histograms = {}
@@ -127,15 +115,34 @@ def train_ppo(
 
     parts = {"policy": policy, "value": value, "kl": controller, "data": stream, "scoring": scoring, "keeper": keeper,
              "trail": trail, **({"ptx": ptx} if ptx else {})}  # fmt: skip
-    loop = Loop(
-        "PPO", stage, config.steps, config.checkpoint, parts=parts,
-        shown={"ppo/score_mean": "score", "ppo/kl_nats": "KL", "ppo/answer_tokens_mean": "length",
-               "ppo/end_token_rate": "ended"},
-        on_saved=buffer.forget_before,
-    )  # fmt: skip
+    loop = Loop("PPO", stage, config.steps, config.checkpoint, parts, SHOWN, on_saved=buffer.forget_before)
     loop.run(step)
     buffer.forget_before(config.steps)
     return {"steps": config.steps, "num_prompts": len(prompts), **trail.results(), **keeper.finish()}
+
+
+def _recompute_activations(roles: Roles, config: PPOConfig) -> None:
+    if config.activation_checkpointing:
+        recompute_activations(roles.policy)
+        if isinstance(roles.value.part, ScalarModel):
+            recompute_activations(roles.value.part)
+
+
+def _prove_start(experience: Experience, roles: Roles) -> None:
+    """Before anything has moved the policy is the reference, by every measure of the KL."""
+    tokens = experience.batch.tokens
+    for kl_BT in (experience.kl_BT, experience.exact_kl_BT):
+        if kl_BT is not None:
+            guard.reference_is_start(kl_BT, tokens.loss_mask_BT, dtype=roles.policy.dtype, ids=tokens.ids)
+
+
+def _steer(controller: KLController, stats: StepStats, num_samples: int) -> None:
+    """Log the KL coefficient that the step used (PPO-11), then let the controller find the next one."""
+    s = stats.scalars
+    s["ppo/kl_coefficient"] = controller.coefficient
+    if isinstance(controller, GuardedKL):
+        s["ppo/kl_guard"] = controller.multiplier
+    controller.update(Measurement(s["ppo/kl_nats"], num_samples, s["ppo/score_mean"], s["ppo/score_std"]))
 
 
 def _optimisations(roles: Roles, config: PPOConfig) -> tuple[Optimisation, Optimisation]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from heedful.batches import LossOut, TokenBatch, to_device
-from heedful.config.ppo import PTXConfig
+from heedful.config.ppo import PPOConfig, PTXConfig
 from heedful.data.collate import token_batch
 from heedful.data.packing import token_budget_batches
 from heedful.data.stream import EpochStream, fingerprint
@@ -25,6 +25,13 @@ class PTX:
         self._micro_batch_tokens, self._pad_id = micro_batch_tokens, pad_id
         of_data = fingerprint(s.ids for s in samples)
         self._stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=of_data)
+
+    @classmethod
+    def of(cls, samples: Sequence[TokenSample], config: PPOConfig, *, pad_id: int, seed: int) -> PTX | None:
+        """The mix that a recipe asks for; None without ``ppo.ptx``."""
+        if config.ptx is None:
+            return None
+        return cls(samples, config.ptx, micro_batch_tokens=config.micro_batch_tokens, pad_id=pad_id, seed=seed)
 
     def draw(self) -> tuple[list[TokenBatch], int]:
         """The micro-batches of the next step and the number of tokens that count in all of them."""
