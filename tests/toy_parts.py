@@ -40,9 +40,10 @@ def toy_tokenizer(shift: int = 0) -> Any:
     return tokenizer
 
 
-def model_folder(path: Path, *, kind: str = "Llama", seed: int = 0, scalar: bool = False, shift: int = 0) -> Path:
+def model_folder(path: Path, *, kind: str = "Llama", seed: int = 0, scalar: int = 0, shift: int = 0) -> Path:
     """A random model of two layers with dropout 0.1 in its config; weights are large, so that answers differ.
 
+    ``scalar`` is the number of outputs of a score head, 0 for a language model.
     ``shift`` moves the ids of the tokenizer, so that two folders disagree on what an id means.
     """
     import transformers
@@ -59,7 +60,7 @@ def model_folder(path: Path, *, kind: str = "Llama", seed: int = 0, scalar: bool
         options |= {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256, "resid_pdrop": 0.1, "embd_pdrop": 0.1,
                     "attn_pdrop": 0.1}  # fmt: skip
     if scalar:
-        options |= {"num_labels": 1, "problem_type": "regression"}
+        options |= {"num_labels": int(scalar), "problem_type": "regression"}
     name = "ForSequenceClassification" if scalar else {"GPT2": "LMHeadModel"}.get(kind, "ForCausalLM")
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**options)

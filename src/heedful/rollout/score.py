@@ -35,7 +35,7 @@ class LastRead:
     """A frozen reward model that remembers its last batch: several parts that read it need one forward."""
 
     def __init__(self, model: RewardModel) -> None:
-        self._model = model
+        self.model = model
         self._asked: tuple[list[Sequence[Message]], list[str]] | None = None
         self._outputs: list[list[float]] = []
 
@@ -45,7 +45,7 @@ class LastRead:
         """As :meth:`ScalarModel.output_texts`."""
         asked = (list(prompts), list(answers))
         if asked != self._asked:
-            self._outputs = self._model.output_texts(prompts, answers, micro_batch_tokens=micro_batch_tokens)
+            self._outputs = self.model.output_texts(prompts, answers, micro_batch_tokens=micro_batch_tokens)
             self._asked = asked
         return self._outputs
 
@@ -60,20 +60,22 @@ class LearnedReward:
         *,
         micro_batch_tokens: int,
         head: int = 0,
-        mean: float = 0.0,
-        std: float = 1.0,
         name: str = "reward_model",
         weight: float = 1.0,
     ) -> None:
         self.name, self.weight = name, weight
         self._model, self._micro_batch_tokens, self._head = model, micro_batch_tokens, head
-        self._mean, self._std = mean, std
+
+    @property
+    def model(self) -> RewardModel:
+        """The model itself, without what remembers for it."""
+        return self._model.model if isinstance(self._model, LastRead) else self._model
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         outputs = self._model.output_texts(
             [p.messages for p in prompts], [c.text for c in completions], micro_batch_tokens=self._micro_batch_tokens
         )
-        return [(row[self._head] - self._mean) / self._std for row in outputs]
+        return [row[self._head] for row in outputs]
 
 
 @final
@@ -85,6 +87,11 @@ class Scoring:
         self._sources = list(sources)
         given = scalers or {}
         self._scalers = {s.name: given.get(s.name) or Fixed() for s in sources}
+
+    @property
+    def models(self) -> dict[str, RewardModel]:
+        """The reward models that judge, by the name of the part."""
+        return {s.name: s.model for s in self._sources if isinstance(s, LearnedReward)}
 
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, update: bool = True
@@ -119,13 +126,6 @@ class Scoring:
             )
         for name, scaler in self._scalers.items():
             scaler.load_state_dict(state[name])
-
-
-def score(
-    prompts: Sequence[Prompt], completions: Sequence[Completion], sources: Sequence[RewardSource]
-) -> list[Rollout]:
-    """Every completion with the parts of its reward and their weighted sum, nothing scaled."""
-    return Scoring(sources)(prompts, completions)
 
 
 def _numbers(name: str, values: Any, completions: Sequence[Completion]) -> list[float]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
+import transformers
 
-from heedful.data.chat import answer_ids, end_token_ids
-from heedful.errors import EngineError
+from heedful.data.chat import answer_ids, end_token_ids, prompt_ids
+from heedful.errors import CheckpointError, EngineError, ModelError
+from heedful.models.roles import build_reward, build_scalar
 from heedful.rollout.engine import Request, Sampling
 from heedful.rollout.fake import FakeEngine
 from heedful.rollout.hf import HFEngine
-from heedful.rollout.score import LearnedReward, score
-from toy_parts import model_folder, policy, prompts, requests, scalar
+from heedful.rollout.scaling import Batch, Fixed, Running
+from heedful.rollout.score import LastRead, LearnedReward, Scoring
+from toy_parts import CPU, model_folder, policy, prompts, requests, scalar
 
 
-class Fixed:
+class Part:
     """A reward part made of a function of (prompt, completion)."""
 
     def __init__(self, name, of, weight=1.0):
@@ -50,12 +54,58 @@ def test_REW_03_no_score_depends_on_its_company(folder, said, micro_batch_tokens
     assert reward(asked[::-1], completions[::-1]) == pytest.approx(alone[::-1], abs=1e-4)
 
 
-def test_scores_are_standardised_by_the_card(folder, said):
+def test_a_learned_part_is_raw_and_its_scaler_standardises_it(folder, said):
     asked, completions = said
-    model = scalar(folder())
-    raw = LearnedReward(model, micro_batch_tokens=512)(asked, completions)
-    found = LearnedReward(model, micro_batch_tokens=512, mean=0.5, std=2.0)(asked, completions)
-    assert found == pytest.approx([(r - 0.5) / 2 for r in raw])
+    source = LearnedReward(scalar(folder()), micro_batch_tokens=512, weight=3.0)
+    raw = source(asked, completions)
+    rollouts = Scoring([source], {"reward_model": Fixed(0.5, 2.0)})(asked, completions)
+    assert [r.raw_parts["reward_model"] for r in rollouts] == raw
+    assert [r.reward_parts["reward_model"] for r in rollouts] == [(x - 0.5) / 2 for x in raw]
+    assert [r.score for r in rollouts] == pytest.approx([3 * (x - 0.5) / 2 for x in raw])
+
+
+class Counting:
+    """A reward model with two outputs: the answer's length and the last prompt message's."""
+
+    def __init__(self):
+        self.num_forwards = 0
+
+    def output_texts(self, prompts, answers, *, micro_batch_tokens):
+        self.num_forwards += 1
+        return [[float(len(a)), float(len(p[-1].content))] for p, a in zip(prompts, answers, strict=True)]
+
+
+def test_parts_of_one_model_share_a_forward(said):
+    asked, completions = said
+    model = Counting()
+    shared = LastRead(model)
+    heads = [LearnedReward(shared, micro_batch_tokens=1, head=h, name=f"head{h}") for h in (0, 1)]
+    heads.append(LearnedReward(shared, micro_batch_tokens=1, name="against", weight=-1.0))
+    rollouts = Scoring(heads)(asked, completions)
+    assert model.num_forwards == 1
+    assert [r.raw_parts["head1"] for r in rollouts] == [len(p.messages[-1].content) for p in asked]
+    assert [r.score for r in rollouts] == [r.raw_parts["head1"] for r in rollouts]
+    Scoring(heads)(asked[::-1], completions)  # other prompts, same answers: not remembered
+    assert model.num_forwards == 2
+
+
+def test_several_outputs_are_those_of_transformers(tmp_path, said):
+    asked, completions = said
+    folder = model_folder(tmp_path / "heads", scalar=3)
+    with pytest.raises(ModelError, match="3 outputs"):
+        build_scalar(folder, lora=None, device=CPU, dtype=torch.float32)
+    reward = build_reward(folder, device=CPU, dtype=torch.float32)
+    texts = [c.text for c in completions]
+    found = reward.output_texts([p.messages for p in asked], texts, micro_batch_tokens=100)
+    stock = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = reward.part.tokenizer
+    for prompt, text, row in zip(asked, texts, found, strict=True):
+        ids = torch.tensor([prompt_ids(tokenizer, prompt.messages) + answer_ids(tokenizer, text)])
+        expected = stock.score(stock.model(ids).last_hidden_state)[0, -1].tolist()
+        assert row == pytest.approx(expected, abs=1e-4) and len(row) == 3
+    one = LearnedReward(reward, micro_batch_tokens=100, head=2)(asked, completions)
+    assert one == pytest.approx([row[2] for row in found])
+    assert reward.score_texts([p.messages for p in asked], texts, micro_batch_tokens=100) == [row[0] for row in found]
 
 
 def test_REW_10_the_reward_sees_the_answer_and_nothing_else(folder):
@@ -68,14 +118,14 @@ def test_REW_10_the_reward_sees_the_answer_and_nothing_else(folder):
         (c,) = FakeEngine(lambda _, ids=ids: ids, [end], part.tokenizer).generate(
             [Request(asked.id, 0, [1])], Sampling(10), seed=0
         )
-        (rollout,) = score([asked], [c], [Fixed("full", lambda p, c: float(bool(re.match("^ok$", c.text))))])
+        (rollout,) = Scoring([Part("full", lambda p, c: float(bool(re.match("^ok$", c.text))))])([asked], [c])
         assert rollout.score == 1 and rollout.completion.ids == ids
 
 
 def test_parts_are_kept_apart_and_weighted(said):
     asked, completions = said
-    sources = [Fixed("length", lambda p, c: len(c.ids)), Fixed("prompt", lambda p, c: float(p.id[1:]), weight=-0.5)]
-    for i, rollout in enumerate(score(asked, completions, sources)):
+    sources = [Part("length", lambda p, c: len(c.ids)), Part("prompt", lambda p, c: float(p.id[1:]), weight=-0.5)]
+    for i, rollout in enumerate(Scoring(sources)(asked, completions)):
         assert rollout.reward_parts == {"length": 9, "prompt": i} and rollout.score == 9 - 0.5 * i
         assert rollout.completion is completions[i]
 
@@ -83,14 +133,54 @@ def test_parts_are_kept_apart_and_weighted(said):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_reward_that_is_no_number_is_named(said, bad):
     asked, completions = said
-    broken = Fixed("broken", lambda p, c: bad if p.id == "p3" else 0.0)
+    broken = Part("broken", lambda p, c: bad if p.id == "p3" else 0.0)
     with pytest.raises(EngineError, match=r"reward 'broken' gave (nan|inf) for prompt 'p3', sample 0"):
-        score(asked, completions, [broken])
+        Scoring([broken])(asked, completions)
 
 
 def test_a_reward_that_loses_an_answer_is_refused(said):
     asked, completions = said
-    source = Fixed("short", lambda p, c: 0.0)
-    source.__class__ = type("Short", (Fixed,), {"__call__": lambda self, p, c: [0.0]})
+    source = Part("short", lambda p, c: 0.0)
+    source.__class__ = type("Short", (Part,), {"__call__": lambda self, p, c: [0.0]})
     with pytest.raises(EngineError, match="gave 1 scores for 6 answers"):
-        score(asked, completions, [source])
+        Scoring([source])(asked, completions)
+
+
+@pytest.mark.parametrize("given", [None, 1.0, ["a"] * 6, [None] * 6], ids=["none", "one-number", "words", "nones"])
+def test_what_is_no_list_of_numbers_is_refused(said, given):
+    source = Part("odd", None)
+    source.__class__ = type("Odd", (Part,), {"__call__": lambda self, p, c: given})
+    with pytest.raises(EngineError, match="reward 'odd' must give a list with one number per answer"):
+        Scoring([source])(*said)
+
+
+def test_a_bad_number_moves_no_statistics(said):
+    asked, completions = said
+    values = {"value": 1.0}
+    parts = [Part("good", lambda p, c: len(c.text)), Part("bad", lambda p, c: values["value"])]
+    scoring = Scoring(parts, {"good": Running(), "bad": Batch()})
+    scoring(asked, completions)
+    before = scoring.state_dict()
+    values["value"] = float("nan")
+    with pytest.raises(EngineError, match="'bad' gave nan"):
+        scoring(asked, completions)
+    assert scoring.state_dict() == before
+
+
+def test_RES_statistics_go_on_where_they_were(said):
+    asked, completions = said
+    noise = iter([float(x) for x in torch.randn(100, generator=torch.Generator().manual_seed(0))])
+    numbers = [next(noise) for _ in range(24)]
+
+    def scoring(values):
+        rest = iter(values)
+        return Scoring([Part("noise", lambda p, c: next(rest))], {"noise": Running()})
+
+    straight, first, second = scoring(numbers), scoring(numbers[:12]), scoring(numbers[12:])
+    expected = [straight(asked, completions) for _ in range(4)][2:]
+    [first(asked, completions) for _ in range(2)]
+    second.load_state_dict(first.state_dict())
+    assert [second(asked, completions) for _ in range(2)] == expected
+    assert second.state_dict() == straight.state_dict()
+    with pytest.raises(CheckpointError, match="has the reward parts noise, this run has other"):
+        Scoring([Part("other", None)]).load_state_dict(first.state_dict())

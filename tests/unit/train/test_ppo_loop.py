@@ -99,7 +99,7 @@ def test_ROL_05_an_immediate_end_is_an_answer(models, tmp_path, only):
     parts = roles(models, value_shift=0.1, value_scale=2.0)
     answers = [["E"]] * 6 if only else [["E"], [40, 41, "E"], *[[60, "E"]] * 4]
     before = weights(parts)
-    reward = LearnedReward(parts.reward, micro_batch_tokens=256, mean=0.1, std=2.0)
+    reward = LearnedReward(parts.reward, micro_batch_tokens=256)
     rows = train(parts, tmp_path, engine=scripted(parts, *answers), rewards=[reward], steps=2, epochs=2)
     assert all(all_finite(row) for row in rows)
     assert rows[0]["ppo/end_token_rate"] == 1 and rows[0]["ppo/answer_tokens_mean"] == (1 if only else 2)
