@@ -40,9 +40,10 @@ def add_lora(
         targets: "all-linear" (all but the head), or module names, as a list or comma-separated.
 
     Raises:
-        ModelError: no module of that name.
+        ModelError: no module of that name, or the output layer of a language model.
     """
     import peft
+    from peft.tuners.lora import LoraLayer
     from transformers.pytorch_utils import Conv1D
 
     from heedful.models.load import HEAD_NAMES
@@ -64,6 +65,11 @@ def add_lora(
             adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=True)
     except ValueError as error:
         raise ModelError(f"LoRA targets {targets!r} do not fit {type(model).__name__} ({error})") from error
+    if task == "causal" and isinstance(model.get_output_embeddings(), LoraLayer):
+        raise ModelError(
+            f"LoRA targets {targets!r} name the output layer, whose weights log-probs are computed from without "
+            f"adapters; leave it out"
+        )
     return adapted.eval()
 
 

@@ -75,6 +75,13 @@ def test_targets_that_do_not_exist_are_named(folder: Callable[..., Path]) -> Non
         add_lora(model, rank=2, alpha=4, targets="no_such_layer", task="causal")
 
 
+def test_adapters_on_the_output_layer_are_refused(folder: Callable[..., Path]) -> None:
+    """Log-probs are computed from the layer's weight, so such an adapter would never act and never learn."""
+    model = load_causal(folder("Qwen2"), dtype=torch.float32, device=CPU)
+    with pytest.raises(ModelError, match="output layer"):
+        add_lora(model, rank=2, alpha=4, targets="q_proj, lm_head", task="causal")
+
+
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2"])
 def test_EXP_07_merged_is_base_plus_scaled_BA_exactly(kind: str, folder: Callable[..., Path]) -> None:
     path = folder(kind)
