@@ -3,135 +3,43 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from attempt import attempt
-from outcome import first_difference, outcome
+from killing import DEADLINE_SECONDS, Run, kill_and_compare, straight_run
+from outcome import first_difference
 
 LORA = ["--sft.lora", "{rank: 4}", "--reward.lora", "{rank: 4}", "--ppo.lora", "{rank: 4}"]
-DEADLINE_SECONDS = 120.0
-
-
-@pytest.fixture(scope="module")
-def processes() -> Any:
-    """Processes forked from one that has imported everything, so that an attempt costs its work and no start-up."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["attempt", "heedful.pipeline", "heedful.train.ppo", "transformers", "peft"])
-    return context
-
-
-class Run:
-    """A run in a folder of its own, attempted again and again."""
-
-    def __init__(self, processes: Any, folder: Path, recipe: str, overrides: list[str]) -> None:
-        self.path = folder / "toy"
-        (folder / "toy.yaml").write_text(recipe)
-        self._arguments = (str(folder / "toy.yaml"), ["--output", str(folder), *overrides])
-        self._processes = processes
-
-    def attempt(self, kill_when: Callable[[float], bool] = lambda _: False) -> int:
-        """Go on with the run; SIGKILL as soon as ``kill_when(seconds)``. The exit code, −9 after a kill."""
-        process = self._processes.Process(target=attempt, args=self._arguments)
-        started = time.monotonic()
-        process.start()
-        while process.is_alive():
-            seconds = time.monotonic() - started
-            if kill_when(seconds) or seconds > DEADLINE_SECONDS:
-                process.kill()
-                break
-            time.sleep(0.0005)
-        process.join()
-        return int(process.exitcode)
-
-    def is_saving(self) -> bool:
-        """A checkpoint or a model is being written."""
-        places = ("stages/*/checkpoints/*.partial", "stages/*/.*.partial")
-        return any(True for place in places for _ in self.path.glob(place))
-
-    def _newest(self) -> str:
-        return max((p for p in self.path.glob("stages/**/*")), key=lambda p: p.stat().st_mtime, default=self.path).name
-
-    def killed_at_random(self, num_kills: int, rng: random.Random, whole_seconds: float) -> int:
-        """Attempts with a kill each, every other one during a save, then one to the end; the number of kills."""
-        for n in range(num_kills):
-            if n % 2:
-                saves_to_pass = rng.randrange(3)
-                watch = SaveWatch(self, saves_to_pass, rng.uniform(0, 0.004))
-                code = self.attempt(watch)
-            else:
-                moment = rng.uniform(0.1, 0.4) * whole_seconds
-                code = self.attempt(lambda seconds, moment=moment: seconds > moment)
-            if code == 0:
-                return n
-            assert code == -signal.SIGKILL
-            print("killed", "while saving:" if self.is_saving() else "between saves:", self._newest())
-        assert self.attempt() == 0
-        return num_kills
-
-
-class SaveWatch:
-    """True a moment after the n-th save has begun."""
-
-    def __init__(self, run: Run, saves_to_pass: int, delay_seconds: float) -> None:
-        self._run, self._left, self._delay, self._was_saving = run, saves_to_pass, delay_seconds, False
-
-    def __call__(self, seconds: float) -> bool:
-        saving = self._run.is_saving()
-        if saving and not self._was_saving:
-            self._left -= 1
-        self._was_saving = saving
-        if self._left >= 0:
-            return False
-        time.sleep(self._delay)
-        return True
 
 
 @pytest.fixture(scope="module", params=[[], LORA], ids=["full", "lora"])
 def straight(processes, toy_recipe, tmp_path_factory, request):
     """The uninterrupted run: its overrides, its seconds and its outcome."""
-    outcomes = []
-    for name in ("warm-up", "straight"):  # the first attempt waits for the imports
-        run = Run(processes, tmp_path_factory.mktemp(name), toy_recipe, request.param)
-        started = time.monotonic()
-        assert run.attempt() == 0
-        seconds = time.monotonic() - started
-        outcomes.append(outcome(run.path))
-    assert first_difference(*outcomes) is None  # the same seed gives the same run
-    return request.param, seconds, outcomes[0]
+    _, seconds, expected = straight_run(processes, tmp_path_factory.mktemp("straight"), toy_recipe, request.param)
+    return request.param, seconds, expected
 
 
-def kill_and_compare(processes, straight, toy_recipe, folder, num_kills, seed):
-    """Runs that are killed, ``num_kills`` times in all, each as good as the straight one."""
+def kill_some(processes, straight, toy_recipe, folder, num_kills, seed):
     overrides, seconds, expected = straight
-    rng, left, attempts = random.Random(seed), num_kills, 0
-    while left > 0:
-        attempts += 1
-        (folder / str(attempts)).mkdir(parents=True)
-        run = Run(processes, folder / str(attempts), toy_recipe, overrides)
-        left -= run.killed_at_random(left, rng, seconds)
-        assert first_difference(expected, outcome(run.path)) is None
-        assert attempts < 10 * num_kills
-    print(f"{num_kills} kills in {attempts} runs of {seconds:.1f} s each")
+
+    def new_run(number):
+        return Run(processes, folder / str(number), toy_recipe, overrides)
+
+    kill_and_compare(new_run, expected, seconds, num_kills, seed, kills_per_run=num_kills)
 
 
 def test_RES_05_RES_07_a_killed_run_ends_as_the_straight_one(processes, straight, toy_recipe, tmp_path):
-    kill_and_compare(processes, straight, toy_recipe, tmp_path, num_kills=4, seed=1)
+    kill_some(processes, straight, toy_recipe, tmp_path, num_kills=4, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3, 4])
 def test_RES_07_ten_kills_at_random_moments(processes, straight, toy_recipe, tmp_path, seed):
-    kill_and_compare(processes, straight, toy_recipe, tmp_path, num_kills=10, seed=seed)
+    kill_some(processes, straight, toy_recipe, tmp_path, num_kills=10, seed=seed)
 
 
 def test_the_comparison_sees_one_bit(straight):
