@@ -82,7 +82,7 @@ class KLConfig(Section):
     in_loss: Literal["none", "k1", "k2", "k3", "abs", "exact"] = "none"
     """KL of the current token as a loss term; the reward then carries that of later tokens only. exact + exact is
     unbiased, as are k2 or exact here with k1 or k3 there. With in_reward: none the effect of a token on later ones is
-    left out. k3 here follows the reverse KL, k1 nothing at all (it is refused)."""
+    left out. k3 here follows KL(reference ‖ policy), abs the distance of the probabilities, k1 nothing (refused)."""
     guard: GuardConfig | None = None
     outliers: OutlierConfig | None = None
     stop_above_nats: AboveZero | None = None
