@@ -167,7 +167,7 @@ def test_a_bad_number_moves_no_statistics(said):
     assert scoring.state_dict() == before
 
 
-def test_RES_statistics_go_on_where_they_were(said):
+def test_RES_04_statistics_go_on_where_they_were(said):
     asked, completions = said
     noise = iter([float(x) for x in torch.randn(100, generator=torch.Generator().manual_seed(0))])
     numbers = [next(noise) for _ in range(24)]
