@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from heedful.config.ppo import PPOConfig
+from heedful.config.ppo import BestConfig, PPOConfig
 from heedful.config.read import dotted_keys, load_recipe
 from heedful.runs.metrics import HISTOGRAMS, METRICS, lookup
 
@@ -58,3 +58,33 @@ def test_the_table_of_published_settings_is_true():
         assert updates == (f"{ppo.epochs} × {ppo.minibatches}" if ppo.minibatches > 1 else "1"), name
         given = [float(x) for x in re.findall(r"[\d.]+e-\d+", rates)]
         assert given == [ppo.optimizer.learning_rate, ppo.value_optimizer.learning_rate], name
+
+
+def test_every_default_on_the_page_is_the_recipes():
+    in_words = {"rewards": "the run's reward model", "value_lam": "as `lam`", "kl.in_loss": "none"}
+    seen = 0
+    for keys, defaults in re.findall(r"^\| (`[a-z_., `]+`) \| ([^|]+?) \|", CONTROLS, re.M):
+        names = re.findall(r"`([\w.]+)`", keys)
+        if not set(names) <= set(dotted_keys(PPOConfig)):
+            continue  # another table
+        for name, shown in zip(names, defaults.split(", "), strict=True):
+            assert shown == in_words.get(name) or _value(shown) == _default(name), name
+            seen += 1
+    assert seen > 40
+
+
+def _default(key: str) -> object:
+    """The default of a dotted key; that of its section where the section has one."""
+    value: object = PPOConfig()
+    for word in key.split("."):
+        value = getattr(value, word) if value is not None else None
+    if value is None and key.startswith("best."):
+        value = getattr(BestConfig(), key.removeprefix("best."))
+    return value
+
+
+def _value(shown: str) -> object:
+    words: dict[str, object] = {"none": None, "true": True, "false": False}
+    if shown in words:
+        return words[shown]
+    return float(shown) if re.fullmatch(r"[\d.e-]+", shown) else shown
