@@ -120,3 +120,85 @@ def test_a_partly_written_section_keeps_the_other_defaults(tmp_path):
     ppo = load_recipe(write(tmp_path, text)).ppo
     assert (ppo.optimizer.learning_rate, ppo.optimizer.schedule) == (2e-6, "constant")
     assert "--ppo.optimizer.learning_rate  (float, default 2.0e-06)" in help_text()
+
+
+PARTS = """data: {prompts: p.jsonl}
+model: {reward: r}
+ppo:
+  rewards:
+    own: {model: run:reward}
+    brevity:
+      function: m:f
+      weight: 2
+"""
+
+
+def test_named_parts_are_sections(tmp_path):
+    path = write(tmp_path, PARTS)
+    parts = load_recipe(path).ppo.rewards
+    assert list(parts) == ["own", "brevity"] and parts["brevity"].weight == 2 and parts["own"].weight == 1
+    changed = load_recipe(path, ["--ppo.rewards.brevity.weight", "0.5", "--ppo.rewards.judge.url", "http://host"])
+    assert changed.ppo.rewards["brevity"].weight == 0.5 and changed.ppo.rewards["brevity"].function == "m:f"
+    assert changed.ppo.rewards["judge"].url == "http://host" and changed.ppo.rewards["own"] == parts["own"]
+    assert load_recipe(path, ["--ppo.rewards", "null"]).ppo.reward_parts.keys() == {"reward_model"}
+    assert load_recipe(path, ["--ppo.rewards.own", "{url: 'https://host/a'}"]).ppo.rewards["own"].model is None
+    assert load_recipe(write(tmp_path, to_yaml(changed))) == changed
+
+
+def test_a_part_from_nothing_replaces_the_default_one(tmp_path):
+    path = write(tmp_path, PARTS[: PARTS.index("  rewards")].replace("ppo:", "ppo: {}"))
+    assert load_recipe(path, ["--ppo.rewards.mine.function", "m:f"]).ppo.reward_parts.keys() == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("weight", "wieght", "line 8: unknown key 'ppo.rewards.brevity.wieght'; did you mean .*brevity.weight"),
+        ("function", "functoin", "line 7: unknown key 'ppo.rewards.brevity.functoin'; did you mean .*brevity.function"),
+        ("brevity", "two words", "line 6: ppo.rewards.two words: the name of a part is one word"),
+        ("brevity", "a.b", "line 6: ppo.rewards.a.b: the name of a part is one word"),
+        ("weight: 2", "weight: 0", "line 6: ppo.rewards.brevity: a part of weight 0"),
+        ("weight: 2", "url: http://x", "line 6: ppo.rewards.brevity: .*one of model, function or url; 2 are given"),
+        ("function: m:f", "url: host:80", "line 6: ppo.rewards.brevity: url must start with http"),
+        ("run:reward", "run:sft", "line 5: ppo.rewards.own: the model that a run has of its own is run:reward"),
+        ("run:reward}", "run:reward, head: 1}", "line 5: ppo.rewards.own: .*with the one output 0"),
+    ],
+)
+def test_mistakes_in_a_part_are_found_where_they_are(tmp_path, old, new, message):
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(write(tmp_path, PARTS.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--ppo.rewards.brevity.wieght", r"unknown option --ppo.rewards.brevity.wieght; did you mean ppo.rewards.brev"),
+        ("--ppo.rewards.<name>.weight", "put a name of your own in place of <name>"),
+        ("--ppo.rewards..weight", "unknown option"), ("--ppo.reward.brevity.weight", "unknown option"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_option_of_a_part(tmp_path, option, message):
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(write(tmp_path, PARTS), [option, "1"])
+
+
+def test_every_key_of_a_part_is_listed():
+    keys = set(dotted_keys(Recipe))
+    assert {"ppo.rewards", "ppo.rewards.<name>", "ppo.rewards.<name>.weight"} <= keys
+    assert "--ppo.rewards.<name>.weight  (float, default 1.0)" in help_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("kl.guard.factor", 2.0), ("kl.outliers.slope", 1.0), ("ptx.data", "d.jsonl"), ("best.every_steps", 3)],
+)
+def test_a_section_that_is_left_out_comes_with_its_first_option(tmp_path, option, value):
+    found = load_recipe(write(tmp_path, PARTS), [f"--ppo.{option}", str(value)]).ppo
+    for part in option.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_the_later_option_wins_even_over_what_is_no_section(tmp_path):
+    recipe = load_recipe(write(tmp_path, PARTS), ["--ppo.lora", "3", "--ppo.lora.rank", "4"])
+    assert recipe.ppo.lora.rank == 4

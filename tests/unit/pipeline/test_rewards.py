@@ -1,0 +1,169 @@
+"""The parts of a recipe's reward: found wrong before anything long starts, built right, scaled as written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from heedful import pipeline
+from heedful.config.read import load_recipe
+from heedful.errors import ConfigError, GateError, HeedfulError, ModelError
+from heedful.models import load, roles
+from heedful.models.export import save_reward
+from heedful.pipeline.context import Context
+from heedful.pipeline.rewards import build_scoring, check_rewards
+from heedful.records import Completion, Message, Prompt, RewardCard
+from heedful.rollout.scaling import mean_and_std
+from heedful.runs.folder import RunFolder
+from toy_parts import CPU, model_folder
+
+PROMPTS = [Prompt(f"p{n}", (Message("user", f"Say {n}"),)) for n in range(4)]
+ANSWERS = [Completion(p.id, 0, [5], [6], [0.0], "stop", 0, "word " * n) for n, p in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, toy_model) -> dict[str, Path]:
+    """carded and weak: reward models with a card; bare: one without; heads: one with three outputs."""
+    folder = tmp_path_factory.mktemp("models")
+    found = {"policy": toy_model, "heads": model_folder(folder / "heads", scalar=3),
+             "bare": model_folder(folder / "bare", scalar=1, seed=5)}  # fmt: skip
+    for name, accuracy, std in (("carded", 0.8, 2.0), ("weak", 0.6, 1.0), ("flat", 0.8, 0.0)):
+        part = roles.build_scalar(toy_model, lora=None, device=CPU, dtype=torch.float32, new_head=True, seed=7)
+        card = RewardCard(name, accuracy, 0.5, 0.9, 10, 20, score_mean=0.5, score_std=std)
+        save_reward(part.model, part.tokenizer, folder / name, score_mean=0.5, score_std=std, card=card)
+        found[name] = folder / name
+    return found
+
+
+@pytest.fixture
+def recipe(tmp_path, models, toy_data, monkeypatch):
+    """recipe(rewards, …overrides) → a recipe with only a ppo stage; ``{name}`` stands for the folder of a model."""
+    (tmp_path / "my_parts.py").write_text("def words(prompts, answers): return [len(a.split()) for a in answers]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = tmp_path / "recipe.yaml"
+
+    def make(rewards, *overrides):
+        text = json.dumps(rewards)
+        for name, path in models.items():
+            text = text.replace("{" + name + "}", str(path))
+        file.write_text(
+            f"output: {tmp_path}/runs\ndata: {{prompts: {toy_data}/prompts.jsonl}}\n"
+            f"model: {{name: {models['policy']}, reward: {models['carded']}, device: cpu, dtype: float32}}\n"
+            "ppo: {steps: 2, prompts_per_step: 4, sampling: {max_new_tokens: 4}, value_from: policy, "
+            f"rewards: {text}}}\n"
+        )
+        return load_recipe(file, overrides)
+
+    return make
+
+
+def scoring(recipe, own=None):
+    with RunFolder.create(RunFolder.next_free(f"{recipe.output}/x"), {}) as folder:
+        return build_scoring(Context(recipe, folder), recipe.ppo, own)
+
+
+@pytest.mark.parametrize(
+    ("part", "error", "message"),
+    [
+        ({"function": "my_parts:word"}, ConfigError, "reward 'mine': function 'my_parts:word': my_parts has no func"),
+        ({"function": "absent_module:f"}, ConfigError, "cannot import absent_module"),
+        ({"function": "words"}, ConfigError, "write it as module:function"),
+        ({"url": "http://"}, ConfigError, "reward server 'http://': write it as"),
+        ({"model": "./nowhere"}, ModelError, "model './nowhere' is unknown"),
+        ({"model": "{policy}"}, ModelError, "LlamaForCausalLM has no score head"),
+        ({"model": "{heads}", "head": 3}, ModelError, "ppo.rewards.mine: head 3 of .*has 3 outputs counted from 0"),
+        ({"model": "{carded}", "head": 1}, ModelError, "has 1 outputs"),
+        ({"model": "{weak}"}, GateError, r"ppo.rewards.mine \(.*weak\): the reward model orders only 60.0%"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_found_before_the_run_begins(recipe, part, error, message):
+    made = recipe({"mine": part})
+    with pytest.raises(error, match=message) as caught:
+        pipeline.run(made)
+    assert "\n" not in str(caught.value) and not (Path(made.output)).exists()
+
+
+def test_a_weak_model_may_be_accepted_and_one_without_card_is_not_judged(recipe):
+    check_rewards(recipe({"mine": {"model": "{weak}"}}, "--ppo.accept_weak_reward", "true"))
+    check_rewards(recipe({"mine": {"model": "{bare}"}}))
+
+
+def test_models_are_loaded_once_and_read_once(recipe, monkeypatch):
+    loaded, forwards = [], []
+    build, outputs = roles.build_reward, roles.ScalarModel.outputs
+    monkeypatch.setattr(roles, "build_reward", lambda path, **o: (loaded.append(path), build(path, **o))[1])
+    monkeypatch.setattr(roles.ScalarModel, "outputs", lambda s, i, m: (forwards.append(len(i)), outputs(s, i, m))[1])
+    parts = {f"head{n}": {"model": "{heads}", "head": n, "weight": 10.0**n} for n in range(3)}
+    made = scoring(recipe(parts))
+    rollouts = made(PROMPTS, ANSWERS)
+    assert len(loaded) == 1 and sum(forwards) == 4
+    for r in rollouts:
+        assert r.reward_parts == r.raw_parts and len(set(r.raw_parts.values())) == 3  # no card: not scaled
+        assert r.score == pytest.approx(sum(10.0**n * r.raw_parts[f"head{n}"] for n in range(3)))
+    made(PROMPTS, ANSWERS[::-1])
+    assert sum(forwards) == 8
+
+
+@pytest.mark.parametrize(
+    ("part", "score_scaling", "kind"),
+    [
+        ({"model": "{carded}"}, "card", "card"), ({"model": "{carded}"}, "running", "running"),
+        ({"model": "{carded}"}, "none", "none"), ({"model": "{carded}", "scaling": "batch"}, "card", "batch"),
+        ({"model": "{bare}"}, "card", "none"), ({"model": "{bare}"}, "batch", "batch"),
+        ({"function": "my_parts:words"}, "card", "none"), ({"function": "my_parts:words"}, "running", "none"),
+        ({"function": "my_parts:words", "scaling": "batch"}, "none", "batch"),
+    ],
+)  # fmt: skip
+def test_each_part_is_scaled_as_written(recipe, part, score_scaling, kind):
+    rollouts = scoring(recipe({"mine": part}, "--ppo.score_scaling", score_scaling))(PROMPTS, ANSWERS)
+    raw = [r.raw_parts["mine"] for r in rollouts]
+    mean, std = {"card": (0.5, 2.0), "none": (0.0, 1.0)}.get(kind) or mean_and_std(raw)
+    assert [r.reward_parts["mine"] for r in rollouts] == pytest.approx([(x - mean) / std for x in raw])
+
+
+def test_a_card_that_cannot_scale_is_refused(recipe):
+    with pytest.raises(ModelError, match="ppo.rewards.mine: .*bare has no reward card to scale by"):
+        scoring(recipe({"mine": {"model": "{bare}", "scaling": "card"}}))
+    with pytest.raises(ModelError, match="all its scores are the same"):
+        scoring(recipe({"mine": {"model": "{flat}"}}))
+
+
+def test_the_runs_own_model_is_the_one_that_is_handed_over(recipe, models):
+    own = roles.build_reward(models["carded"], device=CPU, dtype=torch.float32)
+    made = recipe(None)
+    (only,) = [set(r.raw_parts) for r in scoring(made, own)(PROMPTS[:1], ANSWERS[:1])]
+    assert only == {"reward_model"}
+    twice = {"own": {"model": "run:reward"}, "against": {"model": "run:reward", "weight": -1.0}}
+    made = recipe(twice)
+    assert [r.score for r in scoring(made, own)(PROMPTS, ANSWERS)] == [0.0] * 4
+
+
+def test_a_run_logs_every_part_apart(recipe):
+    parts = {"words": {"function": "my_parts:words", "weight": 0.5, "scaling": "running"},
+             "tone": {"model": "{heads}", "head": 1, "weight": 2.0}}  # fmt: skip
+    made = recipe(parts)
+    report = pipeline.run(made)
+    stage = report.parent / "stages" / "03-ppo"
+    rows = [json.loads(line) for line in (stage / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        total = 0.5 * row["ppo/score/words"] + 2 * row["ppo/score/tone"]
+        assert row["ppo/score_mean"] == pytest.approx(total, abs=1e-5)
+        assert row["ppo/score/tone"] == row["ppo/raw_score/tone"] and "ppo/raw_score/words" in row
+    histograms = (stage / "histograms.jsonl").read_text()
+    assert "ppo/score/words" in histograms and "ppo/score/tone" in histograms
+    page = report.read_text()
+    for title in ("Mean of one part of the score", "Mean of one part before it is scaled", "One part of the score"):
+        assert f"{title}: words" in page and f"{title}: tone" in page
+
+
+def test_a_server_that_dies_stops_the_run_and_is_resumed(recipe, monkeypatch):
+    made = recipe({"judge": {"url": "http://127.0.0.1:9", "retries": 0}})  # nobody listens on the discard port
+    with pytest.raises(HeedfulError, match="reward 'judge': http://127.0.0.1:9/get_reward gave no scores in 1 tries"):
+        pipeline.run(made)
+    assert load.resolve(made.model.name)  # the model is where it was
+    monkeypatch.setattr("heedful.rollout.sources.HTTPReward._post", lambda s, body: json.dumps(
+        {"rewards": [float(len(q)) for q in json.loads(body)["query"]]}).encode())  # fmt: skip
+    assert pipeline.run(made, existing="resume").exists()
