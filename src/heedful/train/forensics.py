@@ -203,10 +203,14 @@ def read(path: Path) -> Replay:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         version = content["version"]
+        if version == VERSION:
+            return _parse(content)
     except Exception as error:  # torch has many ways to fail on a file that is not its own
         raise CheckpointError(f"{path}: not a replay file, or damaged ({type(error).__name__})") from None
-    if version != VERSION:
-        raise CheckpointError(f"{path}: written by another version of heedful (format {version}, this one {VERSION})")
+    raise CheckpointError(f"{path}: written by another version of heedful (format {version}, this one {VERSION})")
+
+
+def _parse(content: dict[str, Any]) -> Replay:
     notes = content["notes"]
     return Replay(
         Path(content["run"]), content["recipe"], PPOConfig(**content["config"]), content["hardware"], content["step"],
