@@ -119,3 +119,13 @@ def prompts(tokenizer: Any, texts: Sequence[str] = WORDS) -> list[tuple[Prompt, 
 def requests(tokenizer: Any, texts: Sequence[str] = WORDS) -> list[Request]:
     """One request per prompt."""
     return [Request(prompt.id, 0, ids) for prompt, ids in prompts(tokenizer, texts)]
+
+
+def length(prompts: list[Prompt], answers: list[str]) -> list[float]:
+    """A reward function."""
+    return [float(len(answer)) for answer in answers]
+
+
+def brevity(prompts: list[Prompt], answers: list[str]) -> list[float]:
+    """A reward function with the opposite wish."""
+    return [-float(len(answer)) for answer in answers]

@@ -33,6 +33,13 @@ OPTIMIZER = {
 LORA_KEYS = {"rank": 2, "alpha": 4.0, "targets": "q_proj"}
 CHECKPOINT = {"every_steps": 2, "keep": 2}
 
+FUNCTION = {"ppo.rewards": {"own": {"model": "run:reward"}, "part": {"function": "toy_parts:length"}}}
+HEADS = {"ppo.rewards": {"own": {"model": "run:reward"}, "part": {"model": "{heads}"}}}
+REWARD_KEYS = {
+    "model": ("{other_reward}", {"ppo.rewards": {"part": {"model": "run:reward"}}}), "head": (1, HEADS),
+    "function": ("toy_parts:brevity", FUNCTION), "weight": (-0.5, FUNCTION), "scaling": ("batch", FUNCTION),
+}  # fmt: skip
+
 # stage: {key: changed value}; a pair (changed value, {other keys of both runs}) where the key needs company
 TABLE: dict[str, dict[str, Any]] = {
     "sft": {
@@ -68,6 +75,7 @@ TABLE: dict[str, dict[str, Any]] = {
         **{f"ppo.value_optimizer.{key}": value for key, value in OPTIMIZER.items()},
         **{f"ppo.lora.{key}": (value, {"ppo.lora": LORA}) for key, value in LORA_KEYS.items()},
         **{f"ppo.checkpoint.{key}": value for key, value in CHECKPOINT.items()},
+        **{f"ppo.rewards.<name>.{key}": value for key, value in REWARD_KEYS.items()},
     },
     "evaluate": {
         "data.heldout_prompts": "{data}/more-prompts.jsonl", "evaluate.max_prompts": 3, "evaluate.max_new_tokens": 3,
@@ -75,6 +83,7 @@ TABLE: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 ELSEWHERE = {
+    **{f"ppo.rewards.<name>.{key}": "test_sources: a server" for key in ("url", "timeout_seconds", "retries")},
     "name": "test_whole_run: the folder", "output": "test_whole_run: the folder",
     "reward.min_accuracy": "test_the_gate_reads_min_accuracy",
     "reward.share_prompts": "test_models_shared_prompts: equal scores and gradients, so nothing else may change",
@@ -100,7 +109,8 @@ class World:
         from heedful.models.roles import build_scalar
         from heedful.records import RewardCard
         self._folder, self._made, self._numbers = folder, {}, itertools.count()
-        self._places = {"model": model, "other": model_folder(folder / "other", seed=3), "data": folder}
+        self._places = {"model": model, "other": model_folder(folder / "other", seed=3), "data": folder,
+                        "heads": model_folder(folder / "heads", scalar=2)}  # fmt: skip
         for name, seed in (("reward", 0), ("other_reward", 9)):
             part = build_scalar(model, lora=None, device=CPU, dtype=torch.float32, new_head=True, seed=seed)
             card = RewardCard(name, 0.5, 0.4, 0.6, 10, 10, score_mean=0.3, score_std=2.0)
@@ -222,7 +232,7 @@ def test_CLI_03_the_option_does_something(world, stage, key):
     value = TABLE[stage][key]
     value, company = value if isinstance(value, tuple) else (value, {})
     before_recipe, before = world.observe(stage, **company)
-    after_recipe, after = world.observe(stage, **{**company, key: value})
+    after_recipe, after = world.observe(stage, **{**company, key.replace("<name>", "part"): value})
     assert "error" not in before or key == "data.on_bad_row", before
     names = {"name": "same"}
     assert before_recipe.model_copy(update=names) != after_recipe.model_copy(update=names)
