@@ -83,8 +83,9 @@ class Bench:
 
     @property
     def readers(self) -> dict[str, Reward]:
-        """The reward models that judge."""
-        return {"reward model": self.roles.reward} if self.roles.reward is not None else {}
+        """The reward models that judge, each once, by the name of a part that it judges."""
+        found = {id(m): (name, m) for name, m in self.scoring.models.items() if isinstance(m, Reward)}
+        return dict(found.values())
 
     @cached_property
     def completions(self) -> list[Completion]:
@@ -96,11 +97,17 @@ class Bench:
 
     @cached_property
     def parts(self) -> list[tuple[list[int], TokenBatch]]:
-        """The answers in micro-batches on the policy's device, with the numbers of their rows."""
-        prompts, answers = [c.prompt_ids for c in self.completions], [c.ids for c in self.completions]
+        """The sampled answers in micro-batches."""
+        return self.micro_batches([c.prompt_ids for c in self.completions], [c.ids for c in self.completions])
+
+    def micro_batches(
+        self, prompts: Sequence[list[int]], answers: Sequence[list[int]]
+    ) -> list[tuple[list[int], TokenBatch]]:
+        """Prompts with their answers in micro-batches on the policy's device, with the numbers of their rows."""
         tokens = completion_batch(prompts, answers, self.roles.policy.pad_id)
         lengths = tokens.attention_mask_BT.sum(dim=1).tolist()
-        cut = token_budget_batches(lengths, self.config.micro_batch_tokens)
+        num_rows, length = self._full_shape()  # no batch of the test is larger
+        cut = token_budget_batches(lengths, num_rows * (length - 1))
         return [(rows, to_device(select_tokens(tokens, rows), self.roles.policy.device)) for rows in cut]
 
     @cached_property

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heedful.batches import TokenBatch, to_device
+from heedful.batches import TokenBatch
 from heedful.config.ppo import PPOConfig
 from heedful.data import chat
-from heedful.data.collate import completion_batch
 from heedful.models.parts import ScalarModel
 from heedful.models.roles import Reward, Roles
 from heedful.objectives import kl
@@ -269,7 +268,8 @@ def answers_end(bench: Bench) -> Finding:
     num = sum(c.finish_reason == "stop" for c in bench.completions)
     if num:
         return Finding(True, f"{num} of {len(bench.completions)} sampled answers end", bound, advice)
-    highest = max(_highest_end_probability(bench, end) for end in ends)
+    rows = len(bench.roles.policy.head.weight_VD)
+    highest = max((_highest_end_probability(bench, end) for end in ends if end < rows), default=0.0)
     measured = f"none of {len(bench.completions)} sampled answers ends, and the end's probability is {highest:.2g}"
     return Finding(highest >= MIN_END_PROBABILITY, f"{measured} at most", bound, advice)
 
@@ -278,10 +278,10 @@ def _highest_end_probability(bench: Bench, end: int) -> float:
     """The largest π(end) after any token of the sampled answers, and after a finished short one."""
     policy, temperature = bench.roles.policy, bench.config.sampling.temperature
     finished = [chat.answer_ids(bench.tokenizer, "Yes.")[:-1] + [end]] * len(bench.prompts)
-    short = completion_batch([ids for _, ids in bench.prompts], finished, policy.pad_id)
+    short = bench.micro_batches([ids for _, ids in bench.prompts], finished)
     highest = 0.0
     with torch.no_grad():
-        for part in [to_device(short, policy.device), *(part for _, part in bench.parts)]:
+        for _, part in [*short, *bench.parts]:
             asked = replace(part, targets_BT=torch.full_like(part.targets_BT, end))
             logprobs_BT, _ = policy.logprobs(asked, temperature=temperature)
             highest = max(highest, float(logprobs_BT[part.loss_mask_BT].max().exp()))
