@@ -70,7 +70,8 @@ def as_text(found: Findings) -> str:
     if found.samples:
         lines.append(f"samples:              {', '.join(found.samples)}")
     if found.reproduced:
-        lines.append(f"Reproduced: {found.error}")
+        lines.append("Reproduced: it stops in the same way." if found.error == found.recorded else
+                     f"Reproduced, with another text: {found.error}")  # fmt: skip
     elif found.error is None:
         lines.append("Could not be reproduced: this time every proof held.")
     else:

@@ -46,8 +46,8 @@ class Recorder:
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """A new PPO step: what was noted before is forgotten."""
-        self._step, self._notes = step, {"phase": "scoring", "micro_batches": []}
+        """A new PPO step, kept as ``step``: what was noted before is forgotten."""
+        self.step, self._notes = step, {"phase": "scoring", "micro_batches": []}
 
     def note(
         self,
@@ -97,7 +97,7 @@ class Recorder:
     def _write(self, error: GuardError) -> Path:
         folder = self._stage.path
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"replay-step-{self._step:06d}.pt"
+        path = folder / f"replay-step-{self.step:06d}.pt"
         partial = folder / f".{path.name}.tmp"
         try:
             with partial.open("wb") as handle:
@@ -129,7 +129,7 @@ class Recorder:
                 "dtype": str(roles.policy.dtype).removeprefix("torch."),
                 "attention": roles.policy.base.config._attn_implementation,
             },
-            "step": self._step,
+            "step": self.step,
             "error": {"message": str(error), "stream": found.stream, "ids": list(found.ids), "module": found.module},
             "notes": saved(self._notes),
             "weights": {

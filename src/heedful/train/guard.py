@@ -69,16 +69,6 @@ def gradients(
     )  # fmt: skip
 
 
-def gradient(norm: float, *, model: str, step: int) -> None:
-    """As :func:`gradients`, where the weights are not at hand."""
-    if not bool(torch.isfinite(torch.as_tensor(norm))):
-        raise NonFiniteError(
-            f"the gradient of the {model} model is not finite at step {step}; the optimizer has not moved. "
-            f"Lower its learning rate or set model.dtype to float32",
-            stream=f"the {model} gradient", step=step,
-        )  # fmt: skip
-
-
 def reference_is_start(kl_BT: Tensor, loss_mask_BT: Tensor, *, dtype: torch.dtype, ids: Sequence[str]) -> None:
     """At step 0 policy and reference are the same model: log π − log π_ref must be 0 on every counted token."""
     gap_BT = torch.where(loss_mask_BT, kl_BT.abs(), 0.0)

@@ -133,6 +133,7 @@ def _update(record: Replay, roles: Roles, found: Findings) -> None:
     optimisations = {n: Optimisation(n, p.trainable_parameters(), config.optimizer, 1)
                      for n, p in (("policy", roles.policy), ("value", roles.value))}  # fmt: skip
     recorder = Recorder(StageFolder(record.run, "ppo", 3), roles, config)  # never entered, so it writes nothing
+    recorder.begin(record.step)
     update = Update(roles, config, optimisations["policy"], optimisations["value"], None, recorder)
     experience = [b for b in record.micro_batches if isinstance(b, ExperienceBatch)]
     for stream in ("old_logprobs", "reference_logprobs", "old_values", "rewards", "advantages", "returns"):
