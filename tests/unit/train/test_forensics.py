@@ -93,6 +93,24 @@ def test_log_probs(models, tmp_path, lora, value):
     assert found.gradient is None
 
 
+@pytest.mark.parametrize("module, cause", [
+    ("model.norm", "from finite inputs and weights: it overflows"),
+    ("model.layers.1.mlp.down_proj", "from inputs that were bad already"),  # gate × up, of no module, overflows
+])  # fmt: skip
+def test_weights_that_are_finite_and_overflow(models, tmp_path, module, cause):
+    parts = roles(models)
+    with torch.no_grad():
+        if module == "model.norm":
+            parts.policy.base.model.norm.weight.fill_(3e38)
+        else:
+            parts.policy.base.model.layers[1].mlp.gate_proj.weight.mul_(1e30)
+            parts.policy.base.model.layers[1].mlp.up_proj.weight.mul_(1e30)
+    _, file = break_in(parts, tmp_path)
+    found = again(file, roles(models))
+    assert found.reproduced and (found.module, found.module_cause) == (f"policy: {module}", cause)
+    assert found.bad_weights == []
+
+
 def test_only_the_micro_batch_at_work_runs_again(models, tmp_path):
     """One answer is bad, by a token that it alone has; it is named, and its micro-batch is what is in the file."""
     parts = roles(models)
