@@ -66,9 +66,8 @@ class Reference:
 
     @property
     def head(self) -> Head:
-        """The output layer without adapters."""
-        with self.part.reference():
-            return self.part.head
+        """The output layer; no adapter acts on it."""
+        return self.part.head
 
     def logprobs_of(
         self, hidden_BTD: Tensor, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
