@@ -316,11 +316,11 @@ def rewards_are_numbers(bench: Bench) -> Finding:
 def reward_is_read_at_the_end(bench: Bench) -> Finding:
     """Padding on either side, pads that are end tokens, and company in the batch do not move a score."""
     bound, advice = READING_BOUNDS[bench.roles.policy.dtype], "report this model: its scores depend on padding"
-    words = f"padding, its side, its token and the batch size move a score by at most {bound:g} of its size"
+    words = f"padding, its side, its token and the batch size move a score by at most {bound:g} of the scalars' size"
     if not bench.readers:
         return Finding(True, "no model judges", words, advice)
     worst, where = max((_reading_gap(bench, reader), name) for name, reader in bench.readers.items())
-    measured = f"{where} moves by {worst:.2g} of its size"
+    measured = f"{where} moves by {worst:.2g} of the scalars' size"
     return Finding(worst <= bound, measured, words, advice)
 
 
@@ -335,7 +335,8 @@ def _reading_gap(bench: Bench, reader: Reward) -> float:
         chat.prompt_ids(part.tokenizer, prompt.messages) + chat.answer_ids(part.tokenizer, answer)
         for answer in READ_ANSWERS
     ]
-    expected_N = torch.stack([_last_scalar(reader, ids) for ids in sequences])
+    scalars = [_scalars(reader, ids) for ids in sequences]
+    expected_N = torch.stack([scalars_T[-1] for scalars_T in scalars])
     budgets = (1, 10**6)  # every answer alone, and all together
     read = [torch.tensor(reader.score_texts(messages, READ_ANSWERS, micro_batch_tokens=n)) for n in budgets]
     width = max(map(len, sequences))
@@ -344,16 +345,17 @@ def _reading_gap(bench: Bench, reader: Reward) -> float:
             for left in (False, True):
                 ids_NT, mask_NT = _padded(sequences, total, pad, left)
                 read.append(reader.scores(ids_NT.to(part.device), mask_NT.to(part.device)).cpu())
-    size = max(float(expected_N.abs().max()), 0.1)
-    return max(float((found_N - expected_N).abs().max()) for found_N in read) / size
+    # not that of the scores alone: where they happen to be near 0 rounding would look large
+    size = max(float(scalars_T.abs().max()) for scalars_T in scalars)
+    return max(float((found_N - expected_N).abs().max()) for found_N in read) / max(size, 1e-6)
 
 
-def _last_scalar(reader: Reward, ids: list[int]) -> Tensor:
-    """The scalar after the last token, by the forward that gives one per token."""
+def _scalars(reader: Reward, ids: list[int]) -> Tensor:
+    """[T]: the scalar after each token, by the forward that gives one per token."""
     ids_1T = torch.tensor([ids], device=reader.part.device)
     ones_1T, positions_1T = torch.ones_like(ids_1T), torch.arange(len(ids), device=ids_1T.device)[None]
     with torch.no_grad(), reader.part.reference():
-        return reader.part.values(TokenBatch(ids_1T, ids_1T, ones_1T.bool(), ones_1T, positions_1T))[0, -1].cpu()
+        return reader.part.values(TokenBatch(ids_1T, ids_1T, ones_1T.bool(), ones_1T, positions_1T))[0].cpu()
 
 
 def _padded(sequences: Sequence[list[int]], width: int, pad: int, left: bool) -> tuple[Tensor, Tensor]:
