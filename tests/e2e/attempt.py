@@ -5,26 +5,38 @@ from __future__ import annotations
 import random
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+CHUNK = 4
+"""Answers per chunk of a rollout, so that toy rollouts have several and a kill may fall between two."""
+
+
+def brevity(prompts: Sequence[Any], answers: Sequence[str]) -> list[float]:
+    """A reward function for recipes."""
+    return [-float(len(answer)) for answer in answers]
+
 
 def attempt(recipe_file: str, overrides: list[str]) -> None:
-    """``heedful run RECIPE --resume``, with two changes that make the test sharper.
+    """``heedful run RECIPE --resume``, with three changes that make the test sharper.
 
     The random generators start anywhere, as if everything before had used them: what is not seeded shows as a
-    difference. The checkpoints of finished stages stay, so that they can be compared.
+    difference. The checkpoints of finished stages stay, so that they can be compared. Rollouts have several chunks.
     """
     import numpy
     import torch
 
     from heedful import pipeline
     from heedful.cli.main import main
+    from heedful.rollout.buffer import RolloutBuffer
 
     random.seed()
     numpy.random.seed()
     torch.seed()
     torch.set_num_threads(1)
+
+    RolloutBuffer.generate.__kwdefaults__["chunk"] = CHUNK  # type: ignore[index]
 
     def keep_checkpoints(path: Any, **options: Any) -> None:
         if Path(path).name != "checkpoints":
