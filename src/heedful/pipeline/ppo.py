@@ -42,8 +42,12 @@ def gate(card: RewardCard | None, recipe: Recipe) -> str:
 
 def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     """Train the policy; results of the stage."""
+    from heedful.data.chat import end_token_ids
     from heedful.models.export import load_reward_card, save_policy
+    from heedful.rollout.hf import HFEngine
+    from heedful.train import checkpoint
     from heedful.train.ppo import train_ppo
+    from heedful.train.selftest import require, run_self_test
 
     recipe, config = context.recipe, context.recipe.ppo
     assert config is not None
@@ -54,8 +58,13 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     roles = ppo_roles(context)
     scoring = build_scoring(context, config, roles.reward)
     prompts, counts = ppo_prompts(context, roles.policy.tokenizer)
+    engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
+    if config.self_test and not checkpoint.exist(stage.checkpoints):  # a run that goes on has proved itself
+        proofs = run_self_test(roles, scoring, prompts, config, engine, seed=recipe.seed)
+        require(proofs)
+        tell(f"self-test: {len(proofs)} proofs hold ({sum(p.seconds for p in proofs):.1f} s)")
     results = train_ppo(
-        roles, scoring, prompts, config, stage, seed=recipe.seed,
+        roles, scoring, prompts, config, stage, seed=recipe.seed, engine=engine,
         demonstrations=_demonstrations(context, roles.policy.tokenizer), gold=_gold(recipe),
     )  # fmt: skip
     save_policy(roles.policy.model, roles.policy.tokenizer, stage.model)

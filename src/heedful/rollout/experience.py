@@ -181,6 +181,7 @@ def _derive(
             measured_BT.sum(dim=1), threshold=o.threshold, slope=o.slope, max_weight=o.max_weight
         )
     penalty_BT = _penalty(config, kl_BT, exact_BT, logprobs_BT, reference_BT, mask_BT)
+    check("KL", penalty_BT, tokens)
     beta_B = kl_coefficient * kl_weights_B
     answer_scores_B = shaping.answer_scores(
         scores_B, score_clip=config.score_clip, finished_B=finished_B, lengths_B=mask_BT.sum(dim=1),

@@ -105,6 +105,11 @@ def load_newest(folder: Path, *, say: Callable[[str], None] = print) -> tuple[in
     return None
 
 
+def exist(folder: Path) -> bool:
+    """Whether a checkpoint is there, be it damaged."""
+    return folder.exists() and bool(_numbered(folder))
+
+
 def take(state: State, name: str) -> Any:
     """One part of a loaded state; a missing part is an error, never a fresh start (RES-05)."""
     if name not in state:

@@ -147,9 +147,9 @@ def _update(record: Replay, roles: Roles, found: Findings) -> None:
         if isinstance(part, TokenBatch):
             out = _mixed_loss(record, roles, part)
         elif name == "policy":
-            out = update._policy_loss(part, next(divisors), ratios)
+            out = update.policy_loss(part, next(divisors), ratios)
         else:
-            out = update._value_loss(on_device(part, roles.value.device), next(divisors), None)
+            out = update.value_loss(on_device(part, roles.value.device), next(divisors), None)
         for ratio in ratios:
             found.stream("ratio", ratio)
         found.stream(f"the {name} loss", out.loss)

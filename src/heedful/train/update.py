@@ -91,7 +91,7 @@ class Update:
             if isinstance(batch, TokenBatch):
                 assert self.ptx is not None
                 return self.ptx.loss(self.roles.policy, batch, ptx_denominator)
-            return self._policy_loss(batch, denominator_of[id(batch)], out.ratios)
+            return self.policy_loss(batch, denominator_of[id(batch)], out.ratios)
 
         def may_move(metrics: dict[str, float]) -> bool:
             return self._may_move(metrics, minibatch, out)
@@ -115,7 +115,7 @@ class Update:
             return False
         return True
 
-    def _policy_loss(self, batch: ExperienceBatch, denominator: float | Tensor, ratios: list[Tensor]) -> LossOut:
+    def policy_loss(self, batch: ExperienceBatch, denominator: float | Tensor, ratios: list[Tensor]) -> LossOut:
         """Clipped surrogate, entropy bonus, KL of the current token; on a shared trunk the value loss too."""
         roles, config = self.roles, self.config
         batch = on_device(batch, roles.policy.device)
@@ -124,7 +124,9 @@ class Update:
         logprobs_BT, entropy_BT = roles.policy.logprobs_of(
             hidden_BTD, tokens, temperature=config.sampling.temperature, with_entropy=config.entropy_coefficient > 0
         )
-        ratios.append((logprobs_BT - batch.old_logprobs_BT).detach()[mask_BT].exp().cpu())
+        log_ratio_BT = (logprobs_BT - batch.old_logprobs_BT).detach()
+        guard.finite("ratio", log_ratio_BT, step=self.recorder.step, ids=tokens.ids, mask=mask_BT)
+        ratios.append(log_ratio_BT[mask_BT].exp().cpu())
         terms = [
             policy.ppo_clip(
                 logprobs_BT, batch.old_logprobs_BT, batch.advantages_BT, mask_BT, denominator=denominator,
@@ -141,7 +143,7 @@ class Update:
         if config.kl.in_loss != "none":
             terms.append(self._kl_loss(batch, hidden_BTD, logprobs_BT, denominator))
         if roles.value.is_shared:
-            terms.append(self._value_loss(batch, denominator, hidden_BTD))
+            terms.append(self.value_loss(batch, denominator, hidden_BTD))
         return LossOut(
             torch.stack([t.loss for t in terms]).sum(), {name: x for t in terms for name, x in t.metrics.items()}
         )
@@ -175,16 +177,16 @@ class Update:
             if self.roles.value.is_shared:
                 with torch.no_grad():
                     hidden_BTD = self.roles.policy.hidden(batch.tokens)
-            return self._value_loss(batch, denominator, hidden_BTD)
+            return self.value_loss(batch, denominator, hidden_BTD)
 
         return optimise([self.value], minibatch.batches, loss_of, step=minibatch.step, ids_of=_ids)
 
-    def _value_loss(self, batch: ExperienceBatch, denominator: float | Tensor, hidden_BTD: Tensor | None) -> LossOut:
+    def value_loss(self, batch: ExperienceBatch, denominator: float | Tensor, hidden_BTD: Tensor | None) -> LossOut:
+        """Clipped squared error, weighted where a trunk that both train has a trade to make between two losses."""
         out = value.clipped_mse(
             self.roles.value.values(batch.tokens, hidden_BTD), batch.old_values_BT, batch.returns_BT,
             batch.tokens.loss_mask_BT, denominator=denominator, clip=self.config.value_clip,
         )  # fmt: skip
-        # only a trunk that both train has a trade to make between the two losses
         weight = self.config.value_coefficient if self.config.value_from == "trunk" else 1.0
         return LossOut(weight * out.loss, {**out.metrics, "value_loss": out.loss.detach()})
 
