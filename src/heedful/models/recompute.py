@@ -30,8 +30,9 @@ def recompute_activations(part: Part) -> int:
             f"{type(part.base).__name__} does not support activation checkpointing; set activation_checkpointing: false"
         )
     for layer in layers:
-        # forward, not __call__: hooks on the layer then run once, not again in the backward
-        layer.forward = _recomputed(layer.forward)
+        if "forward" not in vars(layer):  # else it is wrapped already
+            # forward, not __call__: hooks on the layer then run once, not again in the backward
+            layer.forward = _recomputed(layer.forward)
     return len(layers)
 
 

@@ -140,6 +140,14 @@ def test_roles_with_checkpointing(value_from: Any, lora: Any, folder: Callable[.
     assert kept[2] < 0.4 * kept[0] and kept[3] < 0.4 * kept[1]
 
 
+def test_a_second_call_changes_nothing(folder: Callable[..., Path]) -> None:
+    part = build("Llama", "policy", folder(), None)
+    recompute_activations(part)
+    first = [layer.forward for layer in part.base.model.layers]
+    assert recompute_activations(part) == 2
+    assert [layer.forward for layer in part.base.model.layers] == first
+
+
 def test_an_architecture_without_marked_layers_is_refused() -> None:
     class Odd(Part):
         def __init__(self) -> None:
