@@ -12,5 +12,10 @@ import pytest
 def processes() -> Any:
     """Processes forked from one that has imported everything, so that an attempt costs its work and no start-up."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["attempt", "heedful.pipeline", "heedful.train.ppo", "transformers", "peft"])
+    context.set_forkserver_preload([
+        "attempt", "heedful.cli.run", "heedful.data.load", "heedful.models.export", "heedful.pipeline",
+        "heedful.report.build", "heedful.rollout.sources", "heedful.train.ppo", "heedful.train.selftest",
+        "matplotlib.backends.backend_agg", "matplotlib.figure", "peft", "tensorboard.compat.proto.event_pb2",
+        "tensorboard.summary.writer.event_file_writer", "transformers",
+    ])  # fmt: skip
     return context

@@ -18,11 +18,13 @@ DEADLINE_SECONDS = 120.0
 class Run:
     """A run in a folder of its own, attempted again and again."""
 
-    def __init__(self, processes: Any, folder: Path, recipe: str, overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, processes: Any, folder: Path, recipe: str, overrides: Sequence[str] = (), *, draws_report: bool = True
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "toy"
         (folder / "toy.yaml").write_text(recipe)
-        self._arguments = (str(folder / "toy.yaml"), ["--output", str(folder), *overrides])
+        self._arguments = (str(folder / "toy.yaml"), ["--output", str(folder), *overrides], draws_report)
         self._processes = processes
 
     def attempt(self, kill_when: Callable[[float], bool] = lambda _: False) -> int:
@@ -99,13 +101,11 @@ class Watch:
         return True
 
 
-def straight_run(
-    processes: Any, folder: Path, recipe: str, overrides: Sequence[str] = ()
-) -> tuple[Run, float, dict[str, Any]]:
+def straight_run(new_run: Callable[[str], Run]) -> tuple[Run, float, dict[str, Any]]:
     """An uninterrupted run, its seconds and its outcome; made twice, since the same seed must give the same run."""
     outcomes = []
     for name in ("warm-up", "straight"):  # the first attempt waits for the imports
-        run = Run(processes, folder / name, recipe, overrides)
+        run = new_run(name)
         started = time.monotonic()
         assert run.attempt() == 0
         seconds = time.monotonic() - started
@@ -115,13 +115,13 @@ def straight_run(
 
 
 def kill_and_compare(
-    new_run: Callable[[int], Run], expected: dict[str, Any], whole_seconds: float, num_kills: int, seed: int,
+    new_run: Callable[[str], Run], expected: dict[str, Any], whole_seconds: float, num_kills: int, seed: int,
     *, kills_per_run: int,
 ) -> list[Run]:  # fmt: skip
     """Runs that are killed, ``num_kills`` times in all, each as good as the straight one."""
     rng, left, runs = random.Random(seed), num_kills, []
     while left > 0:
-        runs.append(new_run(len(runs)))
+        runs.append(new_run(str(len(runs))))
         left -= runs[-1].killed_at_random(min(left, kills_per_run), rng, whole_seconds)
         assert first_difference(expected, outcome(runs[-1].path)) is None
         assert len(runs) < 10 * num_kills

@@ -19,17 +19,17 @@ LORA = ["--sft.lora", "{rank: 4}", "--reward.lora", "{rank: 4}", "--ppo.lora", "
 @pytest.fixture(scope="module", params=[[], LORA], ids=["full", "lora"])
 def straight(processes, toy_recipe, tmp_path_factory, request):
     """The uninterrupted run: its overrides, its seconds and its outcome."""
-    _, seconds, expected = straight_run(processes, tmp_path_factory.mktemp("straight"), toy_recipe, request.param)
+    folder = tmp_path_factory.mktemp("straight")
+    _, seconds, expected = straight_run(lambda name: Run(processes, folder / name, toy_recipe, request.param))
     return request.param, seconds, expected
 
 
 def kill_some(processes, straight, toy_recipe, folder, num_kills, seed):
     overrides, seconds, expected = straight
-
-    def new_run(number):
-        return Run(processes, folder / str(number), toy_recipe, overrides)
-
-    kill_and_compare(new_run, expected, seconds, num_kills, seed, kills_per_run=num_kills)
+    kill_and_compare(
+        lambda name: Run(processes, folder / name, toy_recipe, overrides), expected, seconds, num_kills, seed,
+        kills_per_run=num_kills,
+    )  # fmt: skip
 
 
 def test_RES_05_RES_07_a_killed_run_ends_as_the_straight_one(processes, straight, toy_recipe, tmp_path):

@@ -56,6 +56,10 @@ KINDS = {
 }  # fmt: skip
 
 
+def new_run(processes, folder, recipe):
+    return Run(processes, folder, recipe, draws_report=False)
+
+
 @pytest.fixture(scope="module")
 def rewards(toy_model, tmp_path_factory):
     """Two reward models with cards."""
@@ -79,7 +83,8 @@ def straight(processes, toy_model, toy_data, rewards, tmp_path_factory):
     def of(kind):
         if kind not in made:
             recipe = RECIPE.format(model=toy_model, data=toy_data, **rewards, **KINDS[kind])
-            made[kind] = recipe, *straight_run(processes, tmp_path_factory.mktemp("straight"), recipe)
+            folder = tmp_path_factory.mktemp("straight")
+            made[kind] = recipe, *straight_run(lambda name: new_run(processes, folder / name, recipe))
         return made[kind]
 
     return of
@@ -106,9 +111,8 @@ def test_every_option_with_a_state_is_at_work(straight, kind):
 def test_RES_04_RES_05_RES_07_fifty_kills_with_every_option_on(processes, straight, tmp_path, kind, num_kills):
     recipe, _, seconds, expected = straight(kind)
     runs = kill_and_compare(
-        lambda number: Run(processes, tmp_path / str(number), recipe), expected, seconds, num_kills, seed=7,
-        kills_per_run=10,
-    )  # fmt: skip
+        lambda name: new_run(processes, tmp_path / name, recipe), expected, seconds, num_kills, seed=7, kills_per_run=10
+    )
     assert not any(run.rollout_bytes() for run in runs)  # nothing is left of unfinished rollouts
 
 
