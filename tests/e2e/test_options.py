@@ -40,6 +40,16 @@ REWARD_KEYS = {
     "function": ("toy_parts:brevity", FUNCTION), "weight": (-0.5, FUNCTION), "scaling": ("batch", FUNCTION),
 }  # fmt: skip
 
+GUARD: dict[str, Any] = {"window_steps": 1, "score_rise": 0.001, "kl_rise_nats": 0.001}
+GUARDED = {"seed": 3, "ppo.steps": 6, "ppo.kl.guard": GUARD}  # in this run score and KL climb together, twice
+GUARD_KEYS = {"window_steps": 2, "score_rise": 100.0, "kl_rise_nats": 100.0, "factor": 2.0, "limit": 1.2}
+OUTLIERS = {"threshold": 0.1, "slope": 0.1}
+OUTLIER_KEYS = {"threshold": 0.5, "slope": 0.9, "max_weight": 1.01}
+PTX = {"prompts_per_step": 2}
+PTX_KEYS = {"coefficient": 5.0, "data": "{data}/more.jsonl", "prompts_per_step": 3, "max_tokens": 50}
+BEST = {"every_steps": 1, "num_prompts": 2}
+GOLD = {"gold": "heedful.evaluate.panel:utility", "max_prompts": 2, "max_new_tokens": 2}
+
 # stage: {key: changed value}; a pair (changed value, {other keys of both runs}) where the key needs company
 TABLE: dict[str, dict[str, Any]] = {
     "sft": {
@@ -71,6 +81,18 @@ TABLE: dict[str, dict[str, Any]] = {
         "ppo.score_clip": 0.1, "ppo.whiten_advantages": False, "ppo.missing_end_penalty": 3.0,
         "ppo.bootstrap_truncated": True, "ppo.accept_weak_reward": False, "ppo.lora": LORA, "ppo.sample_rows": 1,
         "ppo.histogram_every_steps": 2,
+        "ppo.kl.in_loss": "exact", "ppo.kl.stop_above_nats": 1e-6, "ppo.kl.guard": (GUARD, {"seed": 3, "ppo.steps": 6}),
+        "ppo.kl.outliers": OUTLIERS, "ppo.missing_end_score": -1.0, "ppo.overlong_from_tokens": 2,
+        "ppo.overlong_penalty": (3.0, {"ppo.overlong_from_tokens": 2}), "ppo.whiten_rewards": True,
+        "ppo.value_lam": 0.5, "ppo.skip_ratio_above": 1.0001, "ppo.entropy_coefficient": 0.1,
+        "ppo.loss_average": ("sequences", {"ppo.sampling.max_new_tokens": 60}),  # answers of unequal length
+        "ppo.ptx": PTX, "ppo.value_from": "policy", "ppo.value_coefficient": (1.0, {"ppo.value_from": "trunk"}),
+        "ppo.self_test": False, "ppo.activation_checkpointing": True, "ppo.ema_decay": 0.5, "ppo.best": BEST,
+        "ppo.best.by": ("gold", {"ppo.best": BEST, "evaluate": GOLD, "data.heldout_prompts": "{data}/more-prompts.jsonl"}),
+        **{f"ppo.best.{key}": (value, {"ppo.best": BEST}) for key, value in (("every_steps", 2), ("num_prompts", 1))},
+        **{f"ppo.kl.guard.{key}": (value, GUARDED) for key, value in GUARD_KEYS.items()},
+        **{f"ppo.kl.outliers.{key}": (value, {"ppo.kl.outliers": OUTLIERS}) for key, value in OUTLIER_KEYS.items()},
+        **{f"ppo.ptx.{key}": (value, {"ppo.ptx": PTX}) for key, value in PTX_KEYS.items()},
         **{f"ppo.optimizer.{key}": value for key, value in OPTIMIZER.items()},
         **{f"ppo.value_optimizer.{key}": value for key, value in OPTIMIZER.items()},
         **{f"ppo.lora.{key}": (value, {"ppo.lora": LORA}) for key, value in LORA_KEYS.items()},
@@ -91,9 +113,13 @@ ELSEWHERE = {
 CASES = [(stage, key) for stage, keys in TABLE.items() for key in keys]
 
 
+OPTIONAL = (".lora", ".guard", ".outliers", ".ptx", ".best")
+"""Sections that are left out unless written: writing them is a change of its own."""
+
+
 def test_every_key_is_in_the_table():
     sections = {key.rsplit(".", 1)[0] for key in dotted_keys(Recipe) if "." in key}
-    expected = {key for key in dotted_keys(Recipe) if key not in sections or key.endswith(".lora")}
+    expected = {key for key in dotted_keys(Recipe) if key not in sections or key.endswith(OPTIONAL)}
     assert {key for _, key in CASES} | ELSEWHERE.keys() == expected
 
 
@@ -201,7 +227,10 @@ STAGES: dict[str, dict[str, Any]] = {
 
 def spy(patch: pytest.MonkeyPatch, seen: dict[str, Any]) -> None:
     """Note the shape and kernel of every forward, the rows of every decode and the checkpoints after every save."""
-    trunk, decode, save = Part._trunk, HFEngine._decode, checkpoint.save
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    trunk, decode, save, layer = Part._trunk, HFEngine._decode, checkpoint.save, LlamaMLP.forward
+    seen["layers"] = 0  # counted, since recomputed activations are the same numbers
 
     def noting_trunk(self, ids_BT, *rest, **options):
         seen["forwards"].append((*ids_BT.shape, self.base.config._attn_implementation))
@@ -216,6 +245,11 @@ def spy(patch: pytest.MonkeyPatch, seen: dict[str, Any]) -> None:
         seen["checkpoints"].append(sorted(p.name for p in folder.iterdir()))
         return saved
 
+    def counting_layer(self, *rest, **options):
+        seen["layers"] += 1
+        return layer(self, *rest, **options)
+
+    patch.setattr(LlamaMLP, "forward", counting_layer)
     patch.setattr(Part, "_trunk", noting_trunk)
     patch.setattr(HFEngine, "_decode", noting_decode)
     patch.setattr(checkpoint, "save", noting_save)

@@ -63,8 +63,6 @@ def check(recipe: Recipe, *, on_proof: Callable[[Proof], None] | None = None) ->
     """
     from heedful.data.chat import end_token_ids
     from heedful.models.hardware import seed_everything
-    from heedful.models.parts import Part
-    from heedful.models.recompute import recompute_activations
     from heedful.pipeline.stages import check_files
     from heedful.rollout.hf import HFEngine
 
@@ -82,10 +80,6 @@ def check(recipe: Recipe, *, on_proof: Callable[[Proof], None] | None = None) ->
         config = config.model_copy(update={"rewards": parts})
     seed_everything(recipe.seed)
     roles = ppo_roles(context)
-    if config.activation_checkpointing:
-        for part in (roles.policy, roles.value.part):
-            if isinstance(part, Part):
-                recompute_activations(part)
     prompts, _ = ppo_prompts(context, roles.policy.tokenizer)
     scoring = build_scoring(context, config, roles.reward)
     engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))

@@ -60,9 +60,12 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     prompts, counts = ppo_prompts(context, roles.policy.tokenizer)
     engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
     if config.self_test and not checkpoint.exist(stage.checkpoints):  # a run that goes on has proved itself
-        proofs = run_self_test(roles, scoring, prompts, config, engine, seed=recipe.seed)
-        require(proofs)
-        tell(f"self-test: {len(proofs)} proofs hold ({sum(p.seconds for p in proofs):.1f} s)")
+        require(
+            run_self_test(
+                roles, scoring, prompts, config, engine, seed=recipe.seed,
+                on_proof=lambda proof: tell(f"self-test: {proof}"),
+            )
+        )  # fmt: skip
     results = train_ppo(
         roles, scoring, prompts, config, stage, seed=recipe.seed, engine=engine,
         demonstrations=_demonstrations(context, roles.policy.tokenizer), gold=_gold(recipe),
@@ -87,7 +90,7 @@ def ppo_roles(context: Context) -> Roles:
     return build_roles(
         context.sft_policy, reward_path, policy_lora=config.lora, value_lora=config.lora, value_from=config.value_from,
         value_shift=mean, value_scale=std / own.weight, new_reward_head=context.reward_is_stand_in,
-        **context.hardware(),
+        activation_checkpointing=config.activation_checkpointing, **context.hardware(),
     )  # fmt: skip
 
 

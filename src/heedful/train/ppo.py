@@ -17,8 +17,6 @@ from heedful.control.kl import KLController, Measurement, build_controller
 from heedful.data.chat import end_token_ids
 from heedful.data.stream import EpochStream, fingerprint
 from heedful.models.hardware import release_memory
-from heedful.models.parts import ScalarModel
-from heedful.models.recompute import recompute_activations
 from heedful.models.roles import Roles
 from heedful.records import Prompt, TokenSample
 from heedful.rollout.buffer import RolloutBuffer
@@ -65,7 +63,6 @@ def train_ppo(
         demonstrations: for ``config.ptx``.
         gold: scores answers for ``config.best.by: gold``.
     """
-    _recompute_activations(roles, config)
     keeper = Keeper(roles.policy, prompts, config, seed=seed, scoring=scoring, gold=gold)
     prompts = keeper.training_prompts
     of_data = fingerprint(ids for _, ids in prompts)
@@ -119,13 +116,6 @@ def train_ppo(
     loop.run(step)
     buffer.forget_before(config.steps)
     return {"steps": config.steps, "num_prompts": len(prompts), **trail.results(), **keeper.finish()}
-
-
-def _recompute_activations(roles: Roles, config: PPOConfig) -> None:
-    if config.activation_checkpointing:
-        recompute_activations(roles.policy)
-        if isinstance(roles.value.part, ScalarModel):
-            recompute_activations(roles.value.part)
 
 
 def _prove_start(experience: Experience, roles: Roles) -> None:

@@ -8,54 +8,23 @@ import math
 import pytest
 import torch
 
-from heedful.config.ppo import KLConfig, PPOConfig, SamplingConfig
+from heedful.config.ppo import KLConfig, SamplingConfig
 from heedful.config.section import LoraConfig
 from heedful.data.chat import end_token_ids
 from heedful.errors import EngineError, GuardError
 from heedful.models.roles import Reference
 from heedful.rollout.fake import FakeEngine
 from heedful.rollout.hf import HFEngine
-from heedful.rollout.score import LearnedReward, Scoring
-from heedful.runs.folder import StageFolder
-from heedful.train.ppo import train_ppo
-from toy_parts import disturb, prompts, roles
+from heedful.rollout.score import LearnedReward
+from toy_parts import disturb, roles
+from toy_ppo import RATE, largest_gap, train, weights
 
 LORA = LoraConfig(rank=4)
-RATE = {"learning_rate": 1e-2, "schedule": "constant", "warmup_fraction": 0.0, "epsilon": 1e-2}
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     return tmp_path_factory.mktemp("ppo-models")
-
-
-class Longer:
-    """The reward is the length of the answer."""
-
-    name, weight = "length", 1.0
-
-    def __call__(self, prompts, completions):
-        return [len(c.ids) / 8 for c in completions]
-
-
-def train(parts, path, *, engine=None, seed=0, rewards=None, texts=None, **options):
-    """Run PPO and return the rows of its metrics."""
-    config = PPOConfig(**{"steps": 1, "prompts_per_step": 6, "optimizer": RATE, "value_optimizer": RATE,
-                          "sampling": SamplingConfig(max_new_tokens=8), **options})  # fmt: skip
-    stage = StageFolder(path, "ppo", 3)
-    asked = prompts(parts.policy.tokenizer, texts) if texts else prompts(parts.policy.tokenizer)
-    train_ppo(parts, Scoring(rewards or [Longer()]), asked, config, stage, seed=seed, engine=engine)
-    return [json.loads(line) for line in stage.metrics.read_text().splitlines()]
-
-
-def weights(parts):
-    return {f"{side}/{name}": p.detach().clone() for side in ("policy", "value")
-            for name, p in getattr(parts, side).trainable_parameters().items()}  # fmt: skip
-
-
-def largest_gap(a, b):
-    assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
 def all_finite(row):
