@@ -88,7 +88,8 @@ TABLE: dict[str, dict[str, Any]] = {
         "ppo.loss_average": ("sequences", {"ppo.sampling.max_new_tokens": 60}),  # answers of unequal length
         "ppo.ptx": PTX, "ppo.value_from": "policy", "ppo.value_coefficient": (1.0, {"ppo.value_from": "trunk"}),
         "ppo.self_test": False, "ppo.activation_checkpointing": True, "ppo.ema_decay": 0.5, "ppo.best": BEST,
-        "ppo.best.by": ("gold", {"ppo.best": BEST, "evaluate": GOLD, "data.heldout_prompts": "{data}/more-prompts.jsonl"}),
+        "ppo.best.by": ("gold", {
+            "ppo.best": BEST, "evaluate": GOLD, "data.heldout_prompts": "{data}/more-prompts.jsonl"}),
         **{f"ppo.best.{key}": (value, {"ppo.best": BEST}) for key, value in (("every_steps", 2), ("num_prompts", 1))},
         **{f"ppo.kl.guard.{key}": (value, GUARDED) for key, value in GUARD_KEYS.items()},
         **{f"ppo.kl.outliers.{key}": (value, {"ppo.kl.outliers": OUTLIERS}) for key, value in OUTLIER_KEYS.items()},

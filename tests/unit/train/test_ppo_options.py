@@ -116,7 +116,8 @@ def test_skipped_and_stopped_steps_count_for_the_schedule(models, tmp_path):
     assert sum(row["ppo/num_skipped_minibatches"] for row in skipped) > 0
     last = plain[2]["ppo/policy_learning_rate"]
     assert skipped[2]["ppo/policy_learning_rate"] == pytest.approx(last)
-    assert stopped[2]["ppo/policy_learning_rate"] == pytest.approx(RATE["learning_rate"] * (1 - 13 / 18))  # of the step that was held
+    of_the_held_one = RATE["learning_rate"] * (1 - 13 / 18)
+    assert stopped[2]["ppo/policy_learning_rate"] == pytest.approx(of_the_held_one)
 
 
 @pytest.mark.parametrize(
