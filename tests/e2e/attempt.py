@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ def brevity(prompts: Sequence[Any], answers: Sequence[str]) -> list[float]:
 
 
 def attempt(recipe_file: str, overrides: list[str], draws_report: bool = True) -> None:
-    """``heedful run RECIPE --resume``, with three changes that make the test sharper.
+    """``heedful run RECIPE --resume``, with changes that make the test sharper.
 
     The random generators start anywhere, as if everything before had used them: what is not seeded shows as a
-    difference. The checkpoints of finished stages stay, so that they can be compared. Rollouts have several chunks.
+    difference. Every loop saves its last state too, and the checkpoints of finished stages stay, so that they can be
+    compared: optimizers, averages and all. Rollouts have several chunks.
 
     Args:
         draws_report: False leaves the report at the end out, half of the time of a toy run.
@@ -34,12 +35,20 @@ def attempt(recipe_file: str, overrides: list[str], draws_report: bool = True) -
     from heedful import pipeline
     from heedful.cli.main import main
     from heedful.rollout.buffer import RolloutBuffer
+    from heedful.train.loop import Loop
 
     random.seed()
     numpy.random.seed()
     torch.seed()
     torch.set_num_threads(1)
 
+    run = Loop.run
+
+    def run_and_save(loop: Loop, step: Callable[[int], Any]) -> None:
+        run(loop, step)
+        loop._save(loop.total_steps)
+
+    Loop.run = run_and_save  # type: ignore[method-assign]
     RolloutBuffer.generate.__kwdefaults__["chunk"] = CHUNK  # type: ignore[index]
 
     def keep_checkpoints(path: Any, **options: Any) -> None:

@@ -79,9 +79,10 @@ class Run:
                 code = self.attempt(Watch(watched, rng.randrange(3), rng.uniform(0, 0.004)))
             if code == 0:
                 return n
-            assert code == -signal.SIGKILL
+            assert code == -signal.SIGKILL, f"the attempt ended by itself with code {code}"
             print("killed", "while saving:" if self.saving() else "between saves:", self._newest())
-        assert self.attempt() == 0
+        code = self.attempt()
+        assert code == 0, f"the last attempt ended with code {code}"
         return num_kills
 
 
@@ -107,10 +108,12 @@ def straight_run(new_run: Callable[[str], Run]) -> tuple[Run, float, dict[str, A
     for name in ("warm-up", "straight"):  # the first attempt waits for the imports
         run = new_run(name)
         started = time.monotonic()
-        assert run.attempt() == 0
+        code = run.attempt()
+        assert code == 0, f"the run ended with code {code}"
         seconds = time.monotonic() - started
         outcomes.append(outcome(run.path))
-    assert first_difference(*outcomes) is None
+    difference = first_difference(*outcomes)
+    assert difference is None, difference
     return run, seconds, outcomes[0]
 
 
@@ -123,7 +126,8 @@ def kill_and_compare(
     while left > 0:
         runs.append(new_run(str(len(runs))))
         left -= runs[-1].killed_at_random(min(left, kills_per_run), rng, whole_seconds)
-        assert first_difference(expected, outcome(runs[-1].path)) is None
+        difference = first_difference(expected, outcome(runs[-1].path))
+        assert difference is None, difference
         assert len(runs) < 10 * num_kills
     print(f"{num_kills} kills in {len(runs)} runs of {whole_seconds:.1f} s each")
     return runs

@@ -101,14 +101,15 @@ def test_every_option_with_a_state_is_at_work(straight, kind):
     assert seen["ppo/stopped_early"] == {0.0, 1.0} and max(seen["ppo/num_skipped_minibatches"]) > 0
     assert len(seen["ppo/validation_score"]) == 4 and len(seen["ppo/ptx_loss_nats"]) == 7
     assert {"ppo/entropy_bonus_nats", "ppo/kl_loss_nats", "ppo/raw_score/short", "ppo/score/other"} <= seen.keys()
-    (state,) = [n for n in found if n.endswith("step-00000006/scoring.pt")]
-    assert state and found["03-ppo/results"]["kept"] == "best"
-    data = found["03-ppo/step-00000006/data.pt"]
+    assert found["03-ppo/results"]["kept"] == "best"
+    data = found["03-ppo/step-00000008/data.pt"]
     assert data["epoch"] > 0 and data["offset"] > 0
 
 
-@pytest.mark.parametrize(("kind", "num_kills"), [("full", 50), ("lora and trunk", 10)])
-def test_RES_04_RES_05_RES_07_fifty_kills_with_every_option_on(processes, straight, tmp_path, kind, num_kills):
+@pytest.mark.parametrize(
+    ("kind", "num_kills"), [pytest.param("full", 50, marks=pytest.mark.slow), ("lora and trunk", 10)]
+)
+def test_RES_04_RES_05_RES_07_kills_at_random_moments_with_every_option_on(processes, straight, tmp_path, kind, num_kills):
     recipe, _, seconds, expected = straight(kind)
     runs = kill_and_compare(
         lambda name: new_run(processes, tmp_path / name, recipe), expected, seconds, num_kills, seed=7, kills_per_run=10
@@ -117,7 +118,7 @@ def test_RES_04_RES_05_RES_07_fifty_kills_with_every_option_on(processes, straig
 
 
 def test_the_comparison_sees_every_state(straight):
-    """Each number and weight in the newest checkpoint, moved a little, is seen."""
+    """Each number and weight in the last state, moved a little, is seen."""
     _, _, _, found = straight("full")
     states = {name: value for name, value in found.items() if name.endswith(".pt")}
     assert {name.rsplit("/", 1)[1] for name in states} >= {

@@ -11,6 +11,7 @@ runs/<name>/
     samples.jsonl      answers looked at during training
     tensorboard/       the same numbers for TensorBoard
     checkpoints/       to resume from
+    rollouts/          answers of an unfinished PPO step
     model/             the result, loadable with plain transformers
     finished.json      written last; holds the stage's results
 """
