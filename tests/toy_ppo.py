@@ -22,13 +22,14 @@ class Longer:
         return [len(c.ids) / 8 for c in completions]
 
 
-def train(parts, path, *, engine=None, seed=0, rewards=None, texts=None, demonstrations=(), gold=None, **options):
+def train(parts, path, *, engine=None, seed=0, rewards=None, scalers=None, texts=None, demonstrations=(), gold=None,
+          **options):  # fmt: skip
     """Run PPO and return the rows of its metrics."""
     config = PPOConfig(**{"steps": 1, "prompts_per_step": 6, "optimizer": RATE, "value_optimizer": RATE,
                           "sampling": SamplingConfig(max_new_tokens=8), **options})  # fmt: skip
     stage = StageFolder(path, "ppo", 3)
     asked = prompts(parts.policy.tokenizer, texts) if texts else prompts(parts.policy.tokenizer)
-    train_ppo(parts, Scoring(rewards or [Longer()]), asked, config, stage, seed=seed, engine=engine,
+    train_ppo(parts, Scoring(rewards or [Longer()], scalers), asked, config, stage, seed=seed, engine=engine,
               demonstrations=demonstrations, gold=gold)  # fmt: skip
     return [json.loads(line) for line in stage.metrics.read_text().splitlines()]
 

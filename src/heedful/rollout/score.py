@@ -114,6 +114,14 @@ class Scoring:
             rollouts.append(Rollout(completion, parts, total, {name: values[i] for name, values in raw.items()}))
         return rollouts
 
+    def comparable(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """The scores in the units of the first training step, so that those of different steps compare: running and
+        batch statistics follow the scores and hide that they climb."""
+        scaled = {
+            name: scaler([r.raw_parts[name] for r in rollouts], update=False) for name, scaler in self._scalers.items()
+        }
+        return [sum(s.weight * scaled[s.name][i] for s in self._sources) for i in range(len(rollouts))]
+
     def state_dict(self) -> dict[str, Any]:
         """The statistics of every part, plain numbers by name."""
         return {name: scaler.state_dict() for name, scaler in self._scalers.items()}

@@ -23,6 +23,7 @@ from heedful.rollout.buffer import RolloutBuffer
 from heedful.rollout.engine import Engine, Request, Sampling
 from heedful.rollout.experience import Experience, build_experience
 from heedful.rollout.hf import HFEngine
+from heedful.rollout.scaling import mean_and_std
 from heedful.rollout.score import Scoring
 from heedful.runs.folder import StageFolder
 from heedful.train import guard
@@ -102,7 +103,9 @@ def train_ppo(
         release_memory()
         clock.mark("seconds_train")
         stats = step_statistics(rollouts, experience, outcome, clock)
-        _steer(controller, stats, len(rollouts))
+        _log_leash(controller, stats)
+        if i >= config.value_warmup_steps:  # before that the policy cannot answer to β, which would drift away
+            controller.update(_measured(stats, scoring.comparable(rollouts)))
         stats.scalars |= keeper.after_step(i, engine, sampling)
         if i % config.histogram_every_steps:
             stats.histograms = {}
@@ -126,13 +129,16 @@ def _prove_start(experience: Experience, roles: Roles) -> None:
             guard.reference_is_start(kl_BT, tokens.loss_mask_BT, dtype=roles.policy.dtype, ids=tokens.ids)
 
 
-def _steer(controller: KLController, stats: StepStats, num_samples: int) -> None:
-    """Log the KL coefficient that the step used (PPO-11), then let the controller find the next one."""
-    s = stats.scalars
-    s["ppo/kl_coefficient"] = controller.coefficient
+def _log_leash(controller: KLController, stats: StepStats) -> None:
+    """The KL coefficient that the step used (PPO-11)."""
+    stats.scalars["ppo/kl_coefficient"] = controller.coefficient
     if isinstance(controller, GuardedKL):
-        s["ppo/kl_guard"] = controller.multiplier
-    controller.update(Measurement(s["ppo/kl_nats"], num_samples, s["ppo/score_mean"], s["ppo/score_std"]))
+        stats.scalars["ppo/kl_guard"] = controller.multiplier
+
+
+def _measured(stats: StepStats, scores: Sequence[float]) -> Measurement:
+    """What the controller finds the next coefficient by; ``scores`` in units that stay the same over the run."""
+    return Measurement(stats.scalars["ppo/kl_nats"], len(scores), *mean_and_std(scores))
 
 
 def _optimisations(roles: Roles, config: PPOConfig) -> tuple[Optimisation, Optimisation]:

@@ -167,6 +167,24 @@ def test_a_bad_number_moves_no_statistics(said):
     assert scoring.state_dict() == before
 
 
+@pytest.mark.parametrize("scaler", [Batch, Running, lambda: Fixed(10.0, 4.0)])
+def test_comparable_scores_stay_in_the_units_of_the_first_step(said, scaler):
+    asked, completions = said
+    level = {"value": 10.0}
+    spread = [float(i % 2) * 8 for i, _ in enumerate(completions)]
+    parts = [Part("climbs", lambda p, c: level["value"] - 4 + spread[completions.index(c)], weight=2.0)]
+    scoring = Scoring(parts, {"climbs": scaler()})
+    first = scoring.comparable(scoring(asked, completions))
+    assert first == pytest.approx([2 * (x - 4) / 4 for x in spread])
+    level["value"] = 18.0
+    before = scoring.state_dict()
+    later = scoring.comparable(scoring(asked, completions))
+    assert later == pytest.approx([x + 2 * 8 / 4 for x in first])
+    moved = scoring.state_dict()
+    scoring.comparable(scoring(asked, completions, update=False))
+    assert scoring.state_dict() == moved and (moved != before) is (scaler is Running)
+
+
 def test_RES_04_statistics_go_on_where_they_were(said):
     asked, completions = said
     noise = iter([float(x) for x in torch.randn(100, generator=torch.Generator().manual_seed(0))])
