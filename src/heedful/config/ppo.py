@@ -160,7 +160,7 @@ class BestConfig(Section):
     """Keep the best policy of the run instead of the last, by answers to prompts that PPO does not train on."""
 
     by: Literal["validation", "gold"] = "validation"
-    """validation: the training reward without KL; gold: evaluate.gold, which shows over-optimisation."""
+    """validation: the training reward without KL and clip; gold: evaluate.gold, which shows over-optimisation."""
     every_steps: Positive = 10
     """PPO steps between measurements; the last step is always measured."""
     num_prompts: Positive = 32
@@ -239,7 +239,8 @@ class PPOConfig(Section):
     value_clip: AboveZero | None = 0.2
     """Values move at most this far from the old ones per step; None = off."""
     value_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First PPO steps in which only the value model (or head) learns; 10 or so when it does not start as the reward."""
+    """First PPO steps in which only the value model (or head) learns and β stays; 10 or so unless it starts as the
+    reward."""
 
     # safety, weights, book-keeping
     accept_weak_reward: bool = False
@@ -297,6 +298,8 @@ class PPOConfig(Section):
             raise ValueError(
                 f"kl.horizon ({self.kl.horizon}) must be at least the answers of a step ({self.samples_per_step})"
             )
+        if self.kl.outliers is not None and self.samples_per_step < 4:
+            raise ValueError(f"kl.outliers compares the answers of a step: 4 or more, not {self.samples_per_step}")
         limit = self.sampling.max_new_tokens
         if self.overlong_from_tokens is not None and self.overlong_from_tokens >= limit:
             raise ValueError(

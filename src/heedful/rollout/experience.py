@@ -169,7 +169,6 @@ def _derive(
     """Rewards, advantages and returns from the streams."""
     mask_BT = tokens.loss_mask_BT
     logprobs_BT, reference_BT, values_BT = streams["log-probs"], streams["reference log-probs"], streams["values"]
-    finished_B = torch.tensor([r.completion.finish_reason == "stop" for r in rollouts])
     scores_B = torch.tensor([r.score for r in rollouts], dtype=torch.float32)
     check("scores", scores_B, tokens)
     kl_BT = torch.where(mask_BT, kl.estimate(logprobs_BT, reference_BT, kind="k1"), 0.0)
@@ -183,19 +182,14 @@ def _derive(
     penalty_BT = _penalty(config, kl_BT, exact_BT, logprobs_BT, reference_BT, mask_BT)
     check("KL", penalty_BT, tokens)
     beta_B = kl_coefficient * kl_weights_B
-    answer_scores_B = shaping.answer_scores(
-        scores_B, score_clip=config.score_clip, finished_B=finished_B, lengths_B=mask_BT.sum(dim=1),
-        missing_end_penalty=config.missing_end_penalty, missing_end_score=config.missing_end_score,
-        overlong_from_tokens=config.overlong_from_tokens, overlong_full_tokens=config.sampling.max_new_tokens,
-        overlong_penalty=config.overlong_penalty,
-    )  # fmt: skip
+    answer_scores_B = answer_scores(rollouts, config, score_clip=config.score_clip)
     rewards_BT = shaping.token_rewards(answer_scores_B, penalty_BT, mask_BT, kl_coefficient=beta_B[:, None])
     check("rewards", rewards_BT, tokens)
     scale = torch.ones(())  # of rewards and advantages, and hence of the KL in the loss
     if config.whiten_rewards:
         scale = _whitening(rewards_BT, mask_BT)
         rewards_BT = masked.whiten(rewards_BT, mask_BT, shift_mean=False, eps=WHITENING_EPSILON)
-    bootstrap_B = _last_values(rollouts, finished_B, roles) if config.bootstrap_truncated else None
+    bootstrap_B = _last_values(rollouts, roles) if config.bootstrap_truncated else None
     advantages_BT, returns_BT = advantages.gae(
         rewards_BT, values_BT, mask_BT, gamma=config.gamma, lam=config.lam, value_lam=config.value_lam,
         bootstrap_B=bootstrap_B,
@@ -220,6 +214,18 @@ def _derive(
     return Experience(batch, first, kl_BT, exact_BT, streams["entropy"], plain_advantages_BT, kl_weights_B)
 
 
+def answer_scores(rollouts: Sequence[Rollout], config: PPOConfig, *, score_clip: float | None = None) -> Tensor:
+    """[B]: what the answers are worth without KL: their scores, and what a missing end and their lengths cost."""
+    return shaping.answer_scores(
+        torch.tensor([r.score for r in rollouts], dtype=torch.float32), score_clip=score_clip,
+        finished_B=torch.tensor([r.completion.finish_reason == "stop" for r in rollouts]),
+        lengths_B=torch.tensor([len(r.completion.ids) for r in rollouts]),
+        missing_end_penalty=config.missing_end_penalty, missing_end_score=config.missing_end_score,
+        overlong_from_tokens=config.overlong_from_tokens, overlong_full_tokens=config.sampling.max_new_tokens,
+        overlong_penalty=config.overlong_penalty,
+    )  # fmt: skip
+
+
 def _penalty(
     config: PPOConfig, kl_BT: Tensor, exact_BT: Tensor | None, logprobs_BT: Tensor, reference_BT: Tensor,
     mask_BT: Tensor,
@@ -241,11 +247,11 @@ def _whitening(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     return torch.rsqrt(masked.var(x_BT, mask_BT) + WHITENING_EPSILON)
 
 
-def _last_values(rollouts: Sequence[Rollout], finished_B: Tensor, roles: Roles) -> Tensor:
+def _last_values(rollouts: Sequence[Rollout], roles: Roles) -> Tensor:
     """[B]: the value after the last token of cut answers; 0 for finished ones, which always end for good (PPO-03)."""
     last_B = torch.zeros(len(rollouts))
-    for row in (~finished_B).nonzero().flatten().tolist():
-        c = rollouts[row].completion
-        ids_1T = torch.tensor([c.prompt_ids + c.ids], device=roles.value.device)
-        last_B[row] = roles.value.values_after(ids_1T)
+    for row, c in enumerate(r.completion for r in rollouts):
+        if c.finish_reason != "stop":
+            ids_1T = torch.tensor([c.prompt_ids + c.ids], device=roles.value.device)
+            last_B[row] = roles.value.values_after(ids_1T)
     return last_B

@@ -73,6 +73,8 @@ METRICS: tuple[Metric, ...] = (
     _m("ppo/reward_mean", "", "up", "Mean summed reward per answer, KL included", "rises"),
     _m("ppo/validation_score", "", "up", "Mean score of answers to prompts set aside from training",
        "rises with ppo/score_mean; a gap means the prompts are learnt by heart", room="evaluate"),
+    _m("ppo/validation_reward", "", "up", "That score, less what missing ends and overlong answers cost",
+       "rises; the best policy is chosen by it", room="evaluate"),
     # ppo: how far it moved
     _m("ppo/kl_nats", "nats", "none", "KL to the reference per answer (summed k1)", "0 at first, grows to the target"),
     _m("ppo/kl_per_token_nats", "nats", "none", "KL to the reference per token", "below about 0.2"),

@@ -12,6 +12,7 @@ from heedful.errors import ConfigError
 from heedful.models.parts import LanguageModel
 from heedful.records import Completion, Prompt
 from heedful.rollout.engine import Engine, Request, Sampling
+from heedful.rollout.experience import answer_scores
 from heedful.rollout.score import Scoring
 from heedful.train.best import Best
 from heedful.train.ema import EMA
@@ -69,13 +70,15 @@ class Keeper:
             engine.sync(self._policy, version=step + 1)
             answers = engine.generate(requests, sampling, seed=self._seed)  # the same random streams every time
             rollouts = self._scoring(prompts, answers, update=False)
-            score = sum(r.score for r in rollouts) / len(rollouts)
-            found = {"ppo/validation_score": score}
+            found = {
+                "ppo/validation_score": sum(r.score for r in rollouts) / len(rollouts),
+                "ppo/validation_reward": float(answer_scores(rollouts, self._config).mean()),
+            }
             if self._gold is not None:
                 golds = self._gold(prompts, answers)
                 found["ppo/gold_mean"] = sum(golds) / len(golds)
-                score = found["ppo/gold_mean"] if best.by == "gold" else score
-            self._best.offer(step, score, self._policy.trainable_parameters())
+            chosen_by = found["ppo/gold_mean" if best.by == "gold" else "ppo/validation_reward"]
+            self._best.offer(step, chosen_by, self._policy.trainable_parameters())
         return found
 
     def _averaged(self) -> AbstractContextManager[Any]:

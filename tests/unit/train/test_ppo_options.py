@@ -13,6 +13,7 @@ from heedful.data.collate import token_batch
 from heedful.errors import ConfigError
 from heedful.records import TokenSample
 from heedful.rollout.fake import FakeEngine
+from heedful.rollout.scaling import Batch, Running
 from heedful.train.update import denominators
 from toy_parts import disturb, roles
 from toy_ppo import RATE, largest_gap, train, weights
@@ -207,6 +208,41 @@ def test_the_guard_s_coefficient_is_the_one_that_is_used_and_logged(models, tmp_
     assert all(row["ppo/kl_coefficient"] == pytest.approx(0.05 * row["ppo/kl_guard"]) for row in rows)
 
 
+@pytest.mark.parametrize("scaler", [Batch, Running])
+def test_the_guard_sees_a_climb_that_the_scaling_hides(models, tmp_path, scaler):
+    """A batch's own scores have mean 0 whatever they are; running statistics follow a steady climb."""
+
+    class Rising:
+        name, weight, calls = "rising", 1.0, 0
+
+        def __call__(self, prompts, completions):
+            self.calls += 1
+            return [self.calls + n / 10 for n, _ in enumerate(completions)]
+
+    guard = GuardConfig(window_steps=2, kl_rise_nats=1e-6, factor=2.0, limit=3.0)
+    rows = train(roles(models), tmp_path, steps=6, rewards=[Rising()], scalers={"rising": scaler()},
+                 kl=KLConfig(guard=guard))  # fmt: skip
+    assert rows[-1]["ppo/kl_guard"] > 1
+
+
+def test_PPO_11_the_coefficient_stays_while_only_the_value_learns(models, tmp_path):
+    kl = KLConfig(coefficient=0.2, target=6.0, horizon=100)
+    rows = train(roles(models), tmp_path, steps=5, value_warmup_steps=2, kl=kl)
+    used = [row["ppo/kl_coefficient"] for row in rows]
+    assert used[:3] == [0.2] * 3  # that of step 2 moves the policy for the first time, from a KL of 0
+    assert used[3] == pytest.approx(0.2 * (1 - 0.2 * 6 / 100)) and used[4] != used[3]
+
+
+@pytest.mark.parametrize("num_answers", [3, 4])
+def test_outliers_of_less_than_four_answers_are_refused(num_answers):
+    options = {"prompts_per_step": num_answers, "kl": KLConfig(outliers=OutlierConfig())}
+    if num_answers == 4:
+        PPOConfig(**options)
+        return
+    with pytest.raises(ValueError, match="kl.outliers compares the answers of a step: 4 or more, not 3"):
+        PPOConfig(**options)
+
+
 def test_the_average_is_what_is_kept(models, tmp_path):
     plain, averaged = roles(models), roles(models)
     start = weights(plain)
@@ -240,6 +276,29 @@ def test_the_best_by_gold_is_kept_and_its_prompts_are_not_trained_on(models, tmp
     assert all(not ids & validation[0] for ids in asked if len(ids) == 4)
     golds = iter([[1.0, 1.0], [3.0, 3.0]])
     train(short, tmp_path / "short", steps=2, best=best, gold=lambda *_: next(golds), rewards=[Words()], **options)
+    one, two = ({n: w for n, w in weights(p).items() if n.startswith("policy/")} for p in (parts, short))
+    assert largest_gap(one, two) == 0
+
+
+def test_the_best_by_validation_pays_for_answers_that_do_not_end(models, tmp_path):
+    """After the second step the answers score higher and no longer end, which costs more than it brings."""
+    parts, short = roles(models), roles(models)
+    end = end_token_ids(parts.policy.tokenizer)[0]
+
+    class Engine(FakeEngine):
+        def sync(self, policy, *, version):
+            super().sync(policy, version=version)
+            self.version = version
+
+    def run(part, path, steps):
+        engine = Engine(lambda r: [5] * 8 if engine.version == 2 else [5, 6, end], [end], part.policy.tokenizer)
+        return train(part, path, steps=steps, engine=engine, best=BestConfig(every_steps=1, num_prompts=2),
+                     prompts_per_step=4)  # fmt: skip
+
+    rows = run(parts, tmp_path / "long", 2)
+    assert [row["ppo/validation_score"] for row in rows] == [3 / 8, 1.0]
+    assert [row["ppo/validation_reward"] for row in rows] == [3 / 8, 0.0]
+    run(short, tmp_path / "short", 1)
     one, two = ({n: w for n, w in weights(p).items() if n.startswith("policy/")} for p in (parts, short))
     assert largest_gap(one, two) == 0
 
