@@ -139,6 +139,15 @@ def test_PPO_05_PPO_06_whitening_is_over_the_counted_tokens_of_the_step():
     assert counted(one.batch.advantages_BT, one) == [0.0]
 
 
+@pytest.mark.parametrize("micro_batch_tokens", [1, 10, 10**6])
+def test_RES_10_whitening_does_not_see_the_cut(micro_batch_tokens):
+    names, zeros = "abcde", {f"{n}/0": [0.0] for n in "abcde"}
+    many = [rollout(n, [EOS], s) for n, s in zip(names, (1, 3, 10, 20, 30))]
+    e = build(many, zeros, zeros, zeros, whiten_advantages=True, score_clip=None, micro_batch_tokens=micro_batch_tokens)
+    found = [counted(e.batch.advantages_BT, e, row)[0] for row in range(5)]
+    assert found == pytest.approx([-1.085542, -0.901552, -0.257586, 0.662365, 1.582316], abs=1e-5)
+
+
 @pytest.mark.parametrize("kind, expected", [("k1", 1.0), ("k2", 0.5), ("abs", 1.0), ("k3", 0.367879)])
 def test_the_estimator_of_the_penalty_is_the_recipes(kind, expected):
     e = build([rollout("a", [EOS], 0.0)], {"a/0": [-1.0]}, {"a/0": [-2.0]}, {"a/0": [0.0]},
@@ -161,7 +170,8 @@ def test_every_stream_is_shown_to_the_guard_with_its_own_rows():
         PPOConfig(prompts_per_step=3, micro_batch_tokens=5), kl_coefficient=0.1, pad_id=PAD,
         generator=torch.Generator().manual_seed(0), check=check,
     )  # fmt: skip
-    assert set(seen) == {"log-probs", "reference log-probs", "values", "entropy", "scores", "rewards", "advantages"}
+    derived = {"scores", "KL", "rewards", "advantages"}
+    assert set(seen) == {"log-probs", "reference log-probs", "values", "entropy"} | derived
     assert all(sorted(ids) == ["a/0", "b/0", "c/0"] for ids in seen.values())
 
 

@@ -16,7 +16,8 @@ from heedful.models.roles import Reference
 from heedful.rollout.fake import FakeEngine
 from heedful.rollout.hf import HFEngine
 from heedful.rollout.score import LearnedReward
-from toy_parts import disturb, roles
+from heedful.runs.folder import StageFolder
+from toy_parts import disturb, prompts, roles
 from toy_ppo import RATE, largest_gap, train, weights
 
 LORA = LoraConfig(rank=4)
@@ -132,6 +133,31 @@ def test_PPO_20_the_schedule_counts_optimizer_steps(models, tmp_path):
                  value_optimizer=linear, sampling=SamplingConfig(max_new_tokens=2))  # fmt: skip
     for name in ("ppo/policy_learning_rate", "ppo/value_learning_rate"):  # of the step's last update
         assert rows[4][name] == pytest.approx(1e-5 * (1 - 19 / 40)) and rows[9][name] == pytest.approx(1e-5 / 40)
+
+
+def test_ROL_08_every_answer_stays_with_its_prompt(models, tmp_path):
+    """Eight prompts a step out of six, three answers each: some prompts come twice. Only one of them pays."""
+    seen = []
+
+    class OnePays:
+        name, weight = "one", 1.0
+
+        def __call__(self, prompts, completions):
+            seen.extend((p.id, c.prompt_id, c.sample_index, c.prompt_ids) for p, c in zip(prompts, completions))
+            return [float(p.id == "p0") for p in prompts]
+
+    parts = roles(models)
+    rows = train(parts, tmp_path, steps=3, prompts_per_step=8, samples_per_prompt=3, minibatches=2, rewards=[OnePays()],
+                 sample_rows=24)  # fmt: skip
+    encoded = {p.id: ids for p, ids in prompts(parts.policy.tokenizer)}
+    assert all(a == b and ids == encoded[a] for a, b, _, ids in seen)
+    for i, row in enumerate(rows):
+        step = seen[24 * i : 24 * (i + 1)]
+        assert len({(a, n) for a, _, n, _ in step}) == 24  # no two answers share a random stream
+        assert row["ppo/score_mean"] == pytest.approx(sum(a == "p0" for a, *_ in step) / 24)
+    samples = StageFolder(tmp_path, "ppo", 3).samples.read_text().splitlines()
+    said = [json.loads(line) for line in samples]
+    assert len(said) == 72 and all(row["score"] == float(row["prompt_id"] == "p0") for row in said)
 
 
 def test_PPO_11_the_logged_coefficient_is_the_one_that_was_used(models, tmp_path):

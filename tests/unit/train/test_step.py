@@ -6,8 +6,9 @@ import torch
 from heedful.batches import LossOut
 from heedful.config.section import OptimizerConfig
 from heedful.errors import GuardError
+from heedful.objectives import kl
 from heedful.train import guard
-from heedful.train.step import Optimisation, optimise
+from heedful.train.step import Optimisation, add_metrics, optimise
 
 ROWS_X, ROWS_Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8.0)
 
@@ -38,6 +39,21 @@ def test_SFT_07_PPO_10_PPO_21_the_cut_changes_nothing(cuts):
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
     assert parts.metrics["mean"] == pytest.approx(whole.metrics["mean"], rel=1e-5)
     assert parts.metrics["worst_max"] == pytest.approx(whole.metrics["worst_max"], rel=1e-5)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
+def test_RES_09_a_metric_is_the_mean_of_all_whatever_the_shards(num_shards):
+    """Shards of four, two or three answers, the last one filled up with padding; also one without any answer."""
+    width = -(-7 // num_shards)
+    kl_N = torch.tensor([1.0, 4, 9, 16, 25, 36, 49] + [99.0] * (num_shards * width - 7))
+    shards = [(kl_N[i : i + width, None], (torch.arange(i, i + width) < 7)[:, None])
+              for i in range(0, len(kl_N), width)]  # fmt: skip
+    shards.append((torch.full((width, 1), 99.0), torch.zeros(width, 1, dtype=torch.bool)))
+    total = {}
+    for kl_B1, mask_B1 in shards:
+        out = kl.exact_loss_term(kl_B1, mask_B1, weights_B=torch.ones(width), denominator=7)
+        add_metrics(total, out.metrics)
+    assert float(total["kl_loss_nats"]) == pytest.approx(20.0)
 
 
 def test_PPO_20_the_rate_falls_to_zero_exactly_at_the_end():
