@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import time
@@ -43,27 +44,23 @@ class Run:
 
     def saving(self) -> int:
         """1 while a checkpoint or a model is being written."""
-        places = ("stages/*/checkpoints/*.partial", "stages/*/.*.partial")
-        return int(any(True for place in places for _ in self.path.glob(place)))
+        return int(bool(self._stats("stages/*/checkpoints/*.partial") or self._stats("stages/*/.*.partial")))
 
     def rollout_bytes(self) -> int:
         """Of the answers of unfinished steps on disk."""
-        total = 0
-        for path in self.path.glob("stages/*/rollouts/*"):
-            try:
-                total += path.stat().st_size
-            except FileNotFoundError:  # forgotten just now
-                continue
-        return total
+        return sum(stat.st_size for stat in self._stats("stages/*/rollouts/*").values())
 
     def _newest(self) -> str:
-        def age(path: Path) -> float:
-            try:
-                return path.stat().st_mtime
-            except FileNotFoundError:
-                return 0.0
+        stats = self._stats("stages/**/*")
+        return max(stats, key=lambda path: stats[path].st_mtime, default=self.path).name
 
-        return max(self.path.glob("stages/**/*"), key=age, default=self.path).name
+    def _stats(self, pattern: str) -> dict[Path, os.stat_result]:
+        """What is there, looked at again when something went away meanwhile."""
+        while True:
+            try:
+                return {path: path.stat() for path in self.path.glob(pattern)}
+            except FileNotFoundError:
+                continue
 
     def killed_at_random(self, num_kills: int, rng: random.Random, whole_seconds: float) -> int:
         """Attempts with a kill each, by turns at any moment, during a save and during a rollout, then one to the end;
