@@ -6,6 +6,7 @@ The file is checked against the pydantic models as it stands, since only there t
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections.abc import Iterator, Sequence
@@ -56,7 +57,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = recipe_path(str(name))
     data = _read_yaml(path)
-    _check(path, data)
+    _check(path, data, whole=not overrides)
     if not overrides:
         return Recipe.model_validate(data)
     return _merge(data, [str(word) for word in overrides])
@@ -125,11 +126,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def _check(path: Path, data: dict[str, Any]) -> None:
+def _check(path: Path, data: dict[str, Any], *, whole: bool) -> None:
+    """``whole``: the recipe must be complete too, since no overrides follow that could complete it."""
     try:
         Recipe.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"] and not whole:
+            return
         location = tuple(str(p) for p in first["loc"] if p != "[key]")
         line = _line_of(path, location)
         where = f"{path} line {line}" if line else str(path)
@@ -201,7 +205,7 @@ def _line_of(path: Path, location: tuple[str, ...]) -> int | None:
 def _merge(data: dict[str, Any], overrides: list[str]) -> Recipe:
     """Apply overrides on top of checked file contents."""
     pairs = list(_override_pairs(overrides))
-    merged = Recipe.model_validate(data).model_dump(mode="json")
+    merged = copy.deepcopy(data)
     for key, text in pairs:
         if "<name>" in key:
             raise ConfigError(f"option --{key}: put a name of your own in place of <name>")

@@ -202,3 +202,14 @@ def test_a_section_that_is_left_out_comes_with_its_first_option(tmp_path, option
 def test_the_later_option_wins_even_over_what_is_no_section(tmp_path):
     recipe = load_recipe(write(tmp_path, PARTS), ["--ppo.lora", "3", "--ppo.lora.rank", "4"])
     assert recipe.ppo.lora.rank == 4
+
+
+def test_overrides_may_complete_a_recipe(tmp_path):
+    """The file alone lacks a reward model: an error by itself, not when the command line gives one."""
+    path = tmp_path / "r.yaml"
+    path.write_text("data: {prompts: p.jsonl}\nppo: {steps: 3}\n")
+    with pytest.raises(ConfigError, match="needs a reward stage or model.reward"):
+        load_recipe(path)
+    with pytest.raises(ConfigError, match="needs a reward stage or model.reward"):
+        load_recipe(path, ["--seed", "1"])
+    assert load_recipe(path, ["--model.reward", "somewhere"]).ppo.steps == 3
