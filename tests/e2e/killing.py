@@ -24,6 +24,8 @@ class Run:
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "toy"
+        self.num_open_rollouts = 0
+        """Kills that left answers of an unfinished step, which the next attempt then met."""
         (folder / "toy.yaml").write_text(recipe)
         self._arguments = (str(folder / "toy.yaml"), ["--output", str(folder), *overrides], draws_report)
         self._processes = processes
@@ -77,6 +79,7 @@ class Run:
             if code == 0:
                 return n
             assert code == -signal.SIGKILL, f"the attempt ended by itself with code {code}"
+            self.num_open_rollouts += self.rollout_bytes() > 0
             print("killed", "while saving:" if self.saving() else "between saves:", self._newest())
         code = self.attempt()
         assert code == 0, f"the last attempt ended with code {code}"

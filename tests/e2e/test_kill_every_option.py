@@ -114,6 +114,7 @@ def test_RES_04_RES_05_RES_07_kills_at_random_moments_with_every_option_on(proce
     runs = kill_and_compare(
         lambda name: new_run(processes, tmp_path / name, recipe), expected, seconds, num_kills, seed=7, kills_per_run=10
     )
+    assert sum(run.num_open_rollouts for run in runs) > num_kills // 4
     assert not any(run.rollout_bytes() for run in runs)  # nothing is left of unfinished rollouts
 
 
