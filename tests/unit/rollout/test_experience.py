@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from heedful.batches import TokenBatch
-from heedful.config.ppo import KLConfig, PPOConfig, SamplingConfig
+from heedful.config.ppo import KLConfig, OutlierConfig, PPOConfig, SamplingConfig
 from heedful.config.section import LoraConfig
 from heedful.models.roles import Roles
 from heedful.objectives import value
@@ -146,6 +146,23 @@ def test_RES_10_whitening_does_not_see_the_cut(micro_batch_tokens):
     e = build(many, zeros, zeros, zeros, whiten_advantages=True, score_clip=None, micro_batch_tokens=micro_batch_tokens)
     found = [counted(e.batch.advantages_BT, e, row)[0] for row in range(5)]
     assert found == pytest.approx([-1.085542, -0.901552, -0.257586, 0.662365, 1.582316], abs=1e-5)
+
+
+@pytest.mark.parametrize("whiten_rewards", [False, True])
+@pytest.mark.parametrize("whiten_advantages", [False, True])
+def test_a_kl_in_the_loss_is_scaled_as_the_advantages_are(whiten_rewards, whiten_advantages):
+    """Whitening must not change the trade between score and KL; nor does it hide an outlier's stronger penalty."""
+    names, zeros = "abcde", {f"{n}/0": [0.0] for n in "abcde"}
+    many = [rollout(n, [EOS], s) for n, s in zip(names, (1, 3, 10, 20, 30))]
+    logprobs = {f"{n}/0": [kl - 3.0] for n, kl in zip(names, (0.0, 0.1, 0.2, 0.3, 3.0))}
+    reference = {name: [-3.0] for name in zeros}
+    leash = KLConfig(coefficient=0.5, in_loss="k2", outliers=OutlierConfig(max_weight=2.0))
+    e = build(many, logprobs, reference, zeros, kl=leash, score_clip=None, whiten_rewards=whiten_rewards,
+              whiten_advantages=whiten_advantages)  # fmt: skip
+    found = [counted(e.batch.advantages_BT, e, row)[0] for row in range(5)]
+    scale = (found[4] - found[0]) / 29  # answers of one token whose values are 0: advantages are scores
+    assert scale == pytest.approx(1 / 10.870143 if whiten_rewards or whiten_advantages else 1.0)
+    assert e.batch.kl_loss_weights_B.tolist() == pytest.approx([0.5 * scale] * 4 + [0.5 * 2 * scale])
 
 
 @pytest.mark.parametrize("kind, expected", [("k1", 1.0), ("k2", 0.5), ("abs", 1.0), ("k3", 0.367879)])
