@@ -34,7 +34,10 @@ class Scripted:
             stream_BT[row, batch.loss_mask_BT[row]] = torch.tensor(self._rows[name])
         return stream_BT
 
-    is_shared = False
+    is_shared, head = False, None
+
+    def exact_kl_of(self, hidden, batch, reference_hidden, reference_head, *, temperature=1.0):
+        return (hidden - reference_hidden).abs()
 
     def hidden(self, batch):
         return self._stream(batch)
@@ -148,6 +151,50 @@ def test_RES_10_whitening_does_not_see_the_cut(micro_batch_tokens):
     assert found == pytest.approx([-1.085542, -0.901552, -0.257586, 0.662365, 1.582316], abs=1e-5)
 
 
+@pytest.mark.parametrize("in_reward, in_loss, expected", [
+    ("k1", "none", [-0.1, -0.2, 0.7]),
+    ("k1", "k2", [-0.2, -0.3, 1.0]),  # that of the next token
+    ("k2", "k2", [-0.2, -0.45, 1.0]),
+    ("none", "k2", [0.0, 0.0, 1.0]),
+])  # fmt: skip
+def test_the_penalty_is_of_the_token_itself_or_of_later_ones(in_reward, in_loss, expected):
+    leash = KLConfig(coefficient=0.1, in_reward=in_reward, in_loss=in_loss)
+    one = [rollout("a", [7, 8, EOS], 1.0)]
+    e = build(one, {"a/0": [-1.0] * 3}, {"a/0": [-2.0, -3.0, -4.0]}, {"a/0": [0.0] * 3}, kl=leash)
+    assert counted(e.batch.rewards_BT, e) == pytest.approx(expected)
+    assert counted(e.kl_BT, e) == [1.0, 2.0, 3.0]  # what is logged is the KL, wherever it acts
+
+
+def test_outliers_are_found_by_the_exact_kl_where_there_is_one():
+    """One token of the last answer was unlikely under the policy, whose distribution is far from the reference."""
+    names = "abcde"
+    logprobs = {f"{n}/0": [kl - 3.0] for n, kl in zip(names, (0.0, 0.1, 0.2, 0.3, -3.0))}
+    rows, many = {name: [-3.0] for name in logprobs}, [rollout(n, [EOS], 0.0) for n in names]
+    outliers = OutlierConfig(max_weight=2.0)
+    for in_reward, expected in (("k1", [1.0] * 5), ("exact", [1.0] * 4 + [2.0])):
+        e = build(many, logprobs, rows, rows, kl=KLConfig(in_reward=in_reward, outliers=outliers))
+        assert e.kl_weights_B.tolist() == pytest.approx(expected)
+
+
+def test_the_value_has_a_decay_of_its_own():
+    one, rows = [rollout("a", [7, EOS], 1.0)], {"a/0": [-1.0, -1.0]}
+    e = build(one, rows, rows, {"a/0": [0.2, 0.4]}, gamma=0.9, lam=0.5, value_lam=1.0)
+    assert counted(e.batch.advantages_BT, e) == pytest.approx([0.9 * 0.4 - 0.2 + 0.9 * 0.5 * 0.6, 0.6])
+    assert counted(e.batch.returns_BT, e) == pytest.approx([0.9, 1.0])
+
+
+@pytest.mark.parametrize("options, expected", [
+    ({"missing_end_score": -1.5}, [2.0, -1.5]),
+    ({"overlong_from_tokens": 2, "overlong_penalty": 0.6}, [2.0, 2.7]),
+    ({"overlong_from_tokens": 2, "overlong_penalty": 0.6, "missing_end_penalty": 1.0, "score_clip": 2.5}, [2.0, 1.2]),
+])  # fmt: skip
+def test_what_an_answer_is_worth(options, expected):
+    rows = {"a/0": [0.0] * 2, "b/0": [0.0] * 3}
+    both = [rollout("a", [7, EOS], 2.0), rollout("b", [7, 8, 9], 3.0, "length")]
+    e = build(both, rows, rows, rows, sampling=SamplingConfig(max_new_tokens=4), **options)
+    assert e.batch.rewards_BT.sum(dim=1).tolist() == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("whiten_rewards", [False, True])
 @pytest.mark.parametrize("whiten_advantages", [False, True])
 def test_a_kl_in_the_loss_is_scaled_as_the_advantages_are(whiten_rewards, whiten_advantages):
@@ -162,6 +209,7 @@ def test_a_kl_in_the_loss_is_scaled_as_the_advantages_are(whiten_rewards, whiten
     found = [counted(e.batch.advantages_BT, e, row)[0] for row in range(5)]
     scale = (found[4] - found[0]) / 29  # answers of one token whose values are 0: advantages are scores
     assert scale == pytest.approx(1 / 10.870143 if whiten_rewards or whiten_advantages else 1.0)
+    assert e.batch.rewards_BT.sum() == pytest.approx(64)  # whitened or not: rewards keep their mean
     assert e.batch.kl_loss_weights_B.tolist() == pytest.approx([0.5 * scale] * 4 + [0.5 * 2 * scale])
 
 
