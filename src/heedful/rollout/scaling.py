@@ -23,12 +23,12 @@ class Scaler(ABC):
 
         Args:
             update: True for the answers of a training step. False leaves no trace and scales in the units of the first
-                training step, so that validations of different steps compare.
+                training step whose numbers are not all the same, so that validations of different steps compare.
         """
         if not raw:
             return []
         mean, std = self._statistics(raw, update)
-        std = max(std, SMALLEST_SPREAD * max(1.0, abs(mean)))
+        std = max(std, _smallest_std(mean))
         return [(x - mean) / std for x in raw]
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Fixed(Scaler):
 
 
 class _Measured(Scaler):
-    """Statistics of what was seen; those of the first step are kept as the unit of validations."""
+    """Statistics of what was seen; those of the first step with any spread are kept as the unit of validations."""
 
     def __init__(self) -> None:
         self._first: tuple[float, float] | None = None
@@ -67,9 +67,10 @@ class _Measured(Scaler):
     def _statistics(self, raw: Sequence[float], update: bool) -> tuple[float, float]:
         if not update:
             return self._first or mean_and_std(raw)
-        found = self._see(raw)
-        self._first = self._first or found
-        return found
+        mean, std = self._see(raw)
+        if self._first is None and std > _smallest_std(mean):
+            self._first = mean, std
+        return mean, std
 
     @abstractmethod
     def _see(self, raw: Sequence[float]) -> tuple[float, float]: ...
@@ -119,6 +120,10 @@ def build_scaler(kind: Scaling, *, mean: float = 0.0, std: float = 1.0) -> Scale
     if kind == "card":
         return Fixed(mean, std)
     return {"running": Running, "batch": Batch, "none": Fixed}[kind]()
+
+
+def _smallest_std(mean: float) -> float:
+    return SMALLEST_SPREAD * max(1.0, abs(mean))
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:

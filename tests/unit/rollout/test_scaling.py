@@ -83,3 +83,13 @@ def test_RES_04_state_goes_through_json_bit_by_bit(kind):
     assert [second(step) for step in STEPS[1:]] == expected[1:]
     assert second([1.5], update=False) == straight([1.5], update=False)
     assert all(math.isfinite(x) for step in expected for x in step)
+
+
+@pytest.mark.parametrize("kind", ["running", "batch"])
+def test_a_step_without_spread_is_no_unit(kind):
+    """A part that gives every answer of the first step the same would count 100 000 times in later validations."""
+    scaler = build_scaler(kind)
+    assert scaler([2.0, 2.0, 2.0]) == [0.0] * 3
+    assert scaler([2.0, 4.0], update=False) == [-1.0, 1.0]  # no unit yet: its own
+    scaler([0.0, 4.0, 2.0, 2.0])
+    assert max(scaler([4.0], update=False)) < 3
