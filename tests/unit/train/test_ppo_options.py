@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from heedful.batches import TokenBatch
+from heedful.batches import ExperienceBatch, TokenBatch
 from heedful.config.ppo import BestConfig, GuardConfig, KLConfig, OutlierConfig, PPOConfig, PTXConfig, SamplingConfig
 from heedful.config.section import LoraConfig
 from heedful.data.chat import end_token_ids
@@ -14,7 +14,9 @@ from heedful.errors import ConfigError
 from heedful.records import TokenSample
 from heedful.rollout.fake import FakeEngine
 from heedful.rollout.scaling import Batch, Running
-from heedful.train.update import denominators
+from heedful.runs.folder import StageFolder
+from heedful.train.forensics import Recorder
+from heedful.train.update import Outcome, Update, _Minibatch, denominators
 from toy_parts import disturb, roles
 from toy_ppo import RATE, largest_gap, train, weights
 
@@ -70,6 +72,35 @@ def test_PPO_10_no_loss_option_sees_the_cut_into_micro_batches(models, tmp_path,
         found.append(weights(parts))
     assert largest_gap(*found) < 1e-5
     assert largest_gap(weights(roles(models, lora=lora, value_from=value_from)), found[0]) > 1e-3
+
+
+def test_the_clips_reach_the_loss_under_their_own_names(models, tmp_path):
+    """Ratio 1.5 of a good token, 0.5 and 5 of bad ones."""
+    parts = roles(models)
+    config = PPOConfig(clip_low=0.1, clip_high=0.3, dual_clip=2.0)
+    update = Update(parts, config, None, None, None, Recorder(StageFolder(tmp_path, "ppo", 3), parts, config))
+    tokens = token_batch([SAMPLES[0]], 0)
+    with torch.no_grad():
+        old_BT, _ = parts.policy.logprobs(tokens)
+    zeros_BT, counts_BT = torch.zeros_like(old_BT), tokens.loss_mask_BT
+    old_BT[counts_BT] -= torch.tensor([1.5, 0.5, 5.0]).log()
+    advantages_BT = zeros_BT.clone()
+    advantages_BT[counts_BT] = torch.tensor([1.0, -1.0, -1.0])
+    batch = ExperienceBatch(tokens, old_BT, zeros_BT, zeros_BT, zeros_BT, advantages_BT, zeros_BT, torch.zeros(1),
+                            torch.zeros(1))  # fmt: skip
+    ratios = []
+    out = update.policy_loss(batch, 3.0, ratios)
+    assert out.loss.item() == pytest.approx((-1.3 + 0.9 + 2.0) / 3, abs=1e-5)
+    assert ratios[0].tolist() == pytest.approx([1.5, 0.5, 5.0], rel=1e-4)
+
+
+def test_a_minibatch_is_skipped_for_its_mean_ratio_not_its_largest(models, tmp_path):
+    parts, config, out = roles(models), PPOConfig(skip_ratio_above=2.0), Outcome()
+    update = Update(parts, config, None, None, None, Recorder(StageFolder(tmp_path, "ppo", 3), parts, config))
+    second = _Minibatch(0, 0, 1, [], [])
+    assert update._may_move({"ratio_mean": 1.5, "ratio_max": 50.0, "approx_kl_nats": 1.0}, second, out)
+    assert not update._may_move({"ratio_mean": 2.5, "ratio_max": 3.0, "approx_kl_nats": 1.0}, second, out)
+    assert out.num_skipped == 1 and out.stopped_at_epoch is None
 
 
 def test_sequences_weigh_alike_whatever_their_length():
