@@ -94,6 +94,29 @@ def test_the_clips_reach_the_loss_under_their_own_names(models, tmp_path):
     assert ratios[0].tolist() == pytest.approx([1.5, 0.5, 5.0], rel=1e-4)
 
 
+@pytest.mark.parametrize("value_from, weight", [("reward", 1.0), ("trunk", 0.3), ("frozen_trunk", 1.0)])
+def test_only_a_trained_trunk_weighs_the_value_loss(models, tmp_path, value_from, weight):
+    parts, config = roles(models, value_from=value_from), PPOConfig(value_from=value_from, value_coefficient=0.3)
+    update = Update(parts, config, None, None, None, Recorder(StageFolder(tmp_path, "ppo", 3), parts, config))
+    tokens = token_batch([SAMPLES[0]], 0)
+    zeros_BT = torch.zeros_like(tokens.inputs_BT, dtype=torch.float32)
+    batch = ExperienceBatch(tokens, zeros_BT, zeros_BT, zeros_BT, zeros_BT, zeros_BT, zeros_BT + 1, torch.zeros(1),
+                            torch.zeros(1))  # fmt: skip
+    out = update.value_loss(batch, 3.0, None)
+    assert out.loss.item() == pytest.approx(weight * out.metrics["value_loss"].item()) and out.loss.item() > 0
+
+
+def test_the_KL_of_the_loss_is_that_of_the_experience_at_any_temperature(models, tmp_path):
+    """Before the first update both look at the same distributions."""
+    parts = roles(models, lora=LORA)
+    disturb(parts.policy, 0.05)
+    sampling = SamplingConfig(max_new_tokens=8, temperature=0.3)
+    row = _from_step_one(parts, tmp_path, kl=KLConfig(in_reward="exact", in_loss="exact"), rewards=[Words()],
+                         sampling=sampling, samples_per_prompt=4)[0]  # fmt: skip
+    assert row["ppo/kl_exact_nats"] / row["ppo/answer_tokens_mean"] == pytest.approx(row["ppo/kl_loss_nats"], rel=1e-5)
+    assert row["ppo/kl_exact_nats"] == pytest.approx(row["ppo/kl_nats"], rel=0.5) and row["ppo/kl_exact_nats"] > 0.1
+
+
 def test_a_minibatch_is_skipped_for_its_mean_ratio_not_its_largest(models, tmp_path):
     parts, config, out = roles(models), PPOConfig(skip_ratio_above=2.0), Outcome()
     update = Update(parts, config, None, None, None, Recorder(StageFolder(tmp_path, "ppo", 3), parts, config))
