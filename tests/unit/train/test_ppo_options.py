@@ -173,6 +173,9 @@ def test_skipped_and_stopped_steps_count_for_the_schedule(models, tmp_path):
     assert skipped[2]["ppo/policy_learning_rate"] == pytest.approx(last)
     of_the_held_one = RATE["learning_rate"] * (1 - 13 / 18)
     assert stopped[2]["ppo/policy_learning_rate"] == pytest.approx(of_the_held_one)
+    shared = train(roles(models, value_from="trunk"), tmp_path / "shared", value_from="trunk", value_optimizer=linear,
+                   kl=KLConfig(stop_above_nats=1e-9), **options)  # fmt: skip
+    assert shared[2]["ppo/value_learning_rate"] == pytest.approx(of_the_held_one)
 
 
 @pytest.mark.parametrize(
