@@ -300,6 +300,16 @@ class PPOConfig(Section):
             )
         if self.kl.outliers is not None and self.samples_per_step < 4:
             raise ValueError(f"kl.outliers compares the answers of a step: 4 or more, not {self.samples_per_step}")
+        if self.epochs * self.minibatches == 1:
+            for name, value in (("kl.stop_above_nats", self.kl.stop_above_nats), ("dual_clip", self.dual_clip),
+                                ("skip_ratio_above", self.skip_ratio_above)):  # fmt: skip
+                if value is not None:
+                    raise ValueError(
+                        f"{name} looks at what earlier updates of the step did, and epochs × minibatches is 1, so "
+                        f"there are none; raise epochs or minibatches, or leave {name} out"
+                    )
+        if self.score_scaling == "batch" and self.samples_per_step < 2:
+            raise ValueError("score_scaling: batch makes the only answer of a step 0; take running, or more answers")
         limit = self.sampling.max_new_tokens
         if self.overlong_from_tokens is not None and self.overlong_from_tokens >= limit:
             raise ValueError(

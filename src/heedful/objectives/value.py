@@ -35,7 +35,7 @@ def clipped_mse(
 
     Returns:
         loss, and the metrics ``value_clip_fraction`` (tokens where the clipped error is the larger one, so that no
-        gradient flows), ``value_mean``, ``return_mean``, which add up over micro-batches.
+        gradient flows) and ``value_mean``, which add up over micro-batches.
     """
     values_BT = masked.counted(values_BT, loss_mask_BT)
     old_values_BT = masked.at_least_float32(old_values_BT).detach()
@@ -49,7 +49,6 @@ def clipped_mse(
     means = {
         "value_clip_fraction": (clipped_BT > plain_BT).float(),
         "value_mean": values_BT.detach(),
-        "return_mean": returns_BT,
     }
     return LossOut(loss, {name: masked.mean(x, loss_mask_BT, denominator=denominator) for name, x in means.items()})
 

@@ -58,6 +58,7 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     roles = ppo_roles(context)
     scoring = build_scoring(context, config, roles.reward)
     prompts, counts = ppo_prompts(context, roles.policy.tokenizer)
+    demonstrations = _demonstrations(context, roles.policy.tokenizer)
     engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
     if config.self_test and not checkpoint.exist(stage.checkpoints):  # a run that goes on has proved itself
         require(
@@ -68,7 +69,7 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
         )  # fmt: skip
     results = train_ppo(
         roles, scoring, prompts, config, stage, seed=recipe.seed, engine=engine,
-        demonstrations=_demonstrations(context, roles.policy.tokenizer), gold=_gold(recipe),
+        demonstrations=demonstrations, gold=_gold(recipe),
     )  # fmt: skip
     save_policy(roles.policy.model, roles.policy.tokenizer, stage.model)
     return {**results, "gate": verdict, **counts}

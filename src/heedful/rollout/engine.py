@@ -45,7 +45,9 @@ class Engine(Protocol):
         ...
 
     def sync(self, policy: LanguageModel, *, version: int) -> None:
-        """From now on speak with the weights of ``policy``; completions carry ``version``."""
+        """From now on speak with the weights of ``policy``; completions carry ``version``.
+
+        Two calls with the same version may bring different weights (an average that is measured, then the policy)."""
         ...
 
 

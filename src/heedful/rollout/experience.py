@@ -189,7 +189,10 @@ def _derive(
     if config.whiten_rewards:
         scale = _whitening(rewards_BT, mask_BT)
         rewards_BT = masked.whiten(rewards_BT, mask_BT, shift_mean=False, eps=WHITENING_EPSILON)
-    bootstrap_B = _last_values(rollouts, roles) if config.bootstrap_truncated else None
+    bootstrap_B = None
+    if config.bootstrap_truncated:
+        bootstrap_B = _last_values(rollouts, roles)
+        check("values after the cut", bootstrap_B, tokens)
     advantages_BT, returns_BT = advantages.gae(
         rewards_BT, values_BT, mask_BT, gamma=config.gamma, lam=config.lam, value_lam=config.value_lam,
         bootstrap_B=bootstrap_B,

@@ -32,7 +32,7 @@ def finite(stream: str, values: Tensor, *, step: int, ids: Sequence[str] = (), m
     shown = ", ".join(named[:8]) or "the whole batch"
     more = f" and {len(named) - 8} more" if len(named) > 8 else ""
     raise NonFiniteError(
-        f"{stream} is not finite at step {step} (samples: {shown}{more}); the optimizer has not moved. "
+        f"{stream} is not finite at step {step} (samples: {shown}{more}); no weight has moved on it. "
         f"Look at these samples, then lower the learning rate or set model.dtype to float32",
         stream=stream, step=step, ids=named,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def gradients(
         module = max(given, key=lambda name: float(given[name].abs().max()))
         where = f"its norm overflows, the largest is that of {module}"
     raise NonFiniteError(
-        f"the gradient of the {model} model is not finite at step {step}, {where}; the optimizer has not moved. "
+        f"the gradient of the {model} model is not finite at step {step}, {where}; no weight has moved on it. "
         f"Lower its learning rate or set model.dtype to float32",
         stream=f"the {model} gradient", step=step, ids=ids, module=module,
     )  # fmt: skip

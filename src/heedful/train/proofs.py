@@ -163,6 +163,9 @@ def longest_batch_fits(bench: Bench) -> Finding:
     for reader in bench.readers.values():
         rows = ids_BT % reader.part.base.config.get_text_config().vocab_size  # its tokenizer may be another
         reader.scores(rows.to(reader.part.device), mask_BT.to(reader.part.device))
+    if config.bootstrap_truncated:  # reads one token further than the training batches
+        ids = bench.longest_ids + bench.longest_ids[-1:] * config.sampling.max_new_tokens
+        roles.value.values_after(torch.tensor([ids], device=roles.value.device))
     del moments
     peak = f"{bench.longest_batch}, peak {_peak_bytes(roles.policy.device) / 2**30:.2f} GiB"
     finite = all(math.isfinite(g) for g in gradients)

@@ -77,7 +77,7 @@ def test_PPO_10_no_loss_option_sees_the_cut_into_micro_batches(models, tmp_path,
 def test_the_clips_reach_the_loss_under_their_own_names(models, tmp_path):
     """Ratio 1.5 of a good token, 0.5 and 5 of bad ones."""
     parts = roles(models)
-    config = PPOConfig(clip_low=0.1, clip_high=0.3, dual_clip=2.0)
+    config = PPOConfig(clip_low=0.1, clip_high=0.3, dual_clip=2.0, epochs=2)
     update = Update(parts, config, None, None, None, Recorder(StageFolder(tmp_path, "ppo", 3), parts, config))
     tokens = token_batch([SAMPLES[0]], 0)
     with torch.no_grad():
@@ -118,7 +118,7 @@ def test_the_KL_of_the_loss_is_that_of_the_experience_at_any_temperature(models,
 
 
 def test_a_minibatch_is_skipped_for_its_mean_ratio_not_its_largest(models, tmp_path):
-    parts, config, out = roles(models), PPOConfig(skip_ratio_above=2.0), Outcome()
+    parts, config, out = roles(models), PPOConfig(skip_ratio_above=2.0, epochs=2), Outcome()
     update = Update(parts, config, None, None, None, Recorder(StageFolder(tmp_path, "ppo", 3), parts, config))
     second = _Minibatch(0, 0, 1, [], [])
     assert update._may_move({"ratio_mean": 1.5, "ratio_max": 50.0, "approx_kl_nats": 1.0}, second, out)
@@ -374,6 +374,10 @@ def test_more_validation_prompts_than_prompts_are_refused(models, tmp_path):
         ({"kl": {"coefficient": 0.0, "outliers": {}}}, "outliers multiplies coefficient, which is 0"),
         ({"overlong_from_tokens": 128}, r"overlong_from_tokens \(128\) must be below sampling.max_new_tokens \(128\)"),
         ({"rewards": {}}, "rewards is empty"),
+        ({"kl": {"stop_above_nats": 0.1}}, "kl.stop_above_nats looks at what earlier updates of the step did"),
+        ({"dual_clip": 3.0}, "dual_clip looks at what earlier updates of the step did"),
+        ({"skip_ratio_above": 10.0}, "skip_ratio_above looks at what earlier updates of the step did"),
+        ({"score_scaling": "batch", "prompts_per_step": 1}, "makes the only answer of a step 0"),
         ({"rewards": {"a": {}}}, "one of model, function or url; 0 are given"),
         ({"rewards": {"a": {"model": "x", "url": "http://y"}}}, "one of model, function or url; 2 are given"),
         ({"rewards": {"a": {"model": "x", "weight": 0}}}, "a part of weight 0"),
