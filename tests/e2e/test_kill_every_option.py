@@ -109,7 +109,9 @@ def test_every_option_with_a_state_is_at_work(straight, kind):
 @pytest.mark.parametrize(
     ("kind", "num_kills"), [pytest.param("full", 50, marks=pytest.mark.slow), ("lora and trunk", 10)]
 )
-def test_RES_04_RES_05_RES_07_kills_at_random_moments_with_every_option_on(processes, straight, tmp_path, kind, num_kills):
+def test_RES_04_RES_05_RES_07_kills_at_random_moments_with_every_option_on(
+    processes, straight, tmp_path, kind, num_kills
+):
     recipe, _, seconds, expected = straight(kind)
     runs = kill_and_compare(
         lambda name: new_run(processes, tmp_path / name, recipe), expected, seconds, num_kills, seed=7, kills_per_run=10
