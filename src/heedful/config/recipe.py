@@ -12,10 +12,10 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from heedful.config.ppo import PPOConfig
+from heedful.config.reward import RewardConfig
 from heedful.config.section import (
     CheckpointConfig,
     FineTuneOptimizer,
-    Fraction,
     LoraConfig,
     NonNegative,
     Positive,
@@ -81,30 +81,6 @@ class SFTConfig(Section):
     """Several samples in one row, without attention across them; pays off for many short samples on a GPU."""
     train_on: Literal["assistant", "last"] = "assistant"
     """Every assistant turn, or the last one only."""
-    optimizer: FineTuneOptimizer = FineTuneOptimizer()
-    lora: LoraConfig | None = None
-    checkpoint: CheckpointConfig = CheckpointConfig()
-
-
-class RewardConfig(Section):
-    """The reward model: a scalar head on the SFT policy, read at the last token, trained on all pairs of a ranking."""
-
-    epochs: Annotated[float, Field(gt=0)] = 1.0
-    """Passes over the rankings; more than one or two overfits."""
-    prompts_per_step: Positive = 8
-    """Rankings per optimizer step; all pairs of a ranking stay together and weigh as one prompt."""
-    micro_batch_tokens: Positive = 4096
-    """Padded tokens per forward; a ranking is never cut apart."""
-    share_prompts: bool = True
-    """Encode the prompt of a ranking once for all its answers in training, where the model's attention allows it."""
-    max_tokens: Positive = 1024
-    """Longest prompt + answer; longer answers are left out of their ranking and counted."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Share of labels taken to be wrong."""
-    min_accuracy: Fraction = 0.70
-    """The gate: PPO refuses a reward model below this held-out pair accuracy (see ppo.accept_weak_reward)."""
-    evaluate_every_steps: Positive = 20
-    """Optimizer steps between held-out evaluations; the last step has one of its own."""
     optimizer: FineTuneOptimizer = FineTuneOptimizer()
     lora: LoraConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()

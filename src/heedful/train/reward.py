@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from heedful.batches import LossOut, RankingBatch, StepStats, to_device
-from heedful.config.recipe import RewardConfig
+from heedful.config.reward import RewardConfig
 from heedful.data.collate import ranking_batch
 from heedful.data.packing import token_budget_batches
 from heedful.data.stream import EpochStream, fingerprint

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from heedful.config.recipe import RewardConfig
+from heedful.config.reward import RewardConfig
 from heedful.data import tokenise
 from heedful.data.pairs import consensus
 from heedful.models.export import load_reward_card, save_reward

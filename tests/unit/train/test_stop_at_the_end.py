@@ -7,7 +7,8 @@ from contextlib import contextmanager
 import pytest
 from test_reward_loop import samples_of, separable
 
-from heedful.config.recipe import RewardConfig, SFTConfig
+from heedful.config.recipe import SFTConfig
+from heedful.config.reward import RewardConfig
 from heedful.data import tokenise
 from heedful.records import Demonstration, Message
 from heedful.runs.folder import StageFolder

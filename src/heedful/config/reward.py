@@ -1,0 +1,84 @@
+"""The reward model: how it is trained, what holds it honest, and what is asked of it before PPO may use it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from heedful.config.section import (
+    CheckpointConfig,
+    FineTuneOptimizer,
+    Fraction,
+    LoraConfig,
+    NonNegative,
+    Positive,
+    Section,
+)
+
+AboveZero = Annotated[float, Field(gt=0)]
+
+
+class RewardConfig(Section):
+    """The reward model: a scalar head on the SFT policy, read at the last token, trained on all pairs of a ranking."""
+
+    epochs: Annotated[float, Field(gt=0)] = 1.0
+    """Passes over the rankings; more than one or two overfits."""
+    prompts_per_step: Positive = 8
+    """Rankings per optimizer step; all pairs of a ranking stay together and weigh as one prompt."""
+    micro_batch_tokens: Positive = 4096
+    """Padded tokens per forward; a ranking is never cut apart."""
+    share_prompts: bool = True
+    """Encode the prompt of a ranking once for all its answers in training, where the model's attention allows it."""
+    max_tokens: Positive = 1024
+    """Longest prompt + answer; longer answers are left out of their ranking and counted."""
+
+    # the labels and the loss
+    labels: Literal["ranks", "votes", "scores"] = "ranks"
+    """ranks: the better answer wins for certain. votes: with the share of raters who said so. scores: with the
+    probability that the answers' judge scores imply, each being P(better than one reference answer)."""
+    ties: Literal["skip", "half"] = "skip"
+    """Tied answers form no pair, or one in which either wins with probability one half."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of labels taken to be wrong."""
+    margin: NonNegative = 0.0
+    """The winner must lead by this times the distance of the ranks (or the strength that the data gives); 0 = off."""
+    form: Literal["last", "every_token"] = "last"
+    """Score differences at the last token alone, or averaged from the first differing token to the end
+    (DeepSpeed-Chat), which makes a better start for a value model."""
+    zero_centre: NonNegative = 0.0
+    """Weight of the squared mean score of a prompt's answers (Eisenstein et al. 2023); 0.01 keeps scores near 0."""
+
+    # against hacking
+    length_penalty: NonNegative = 0.0
+    """Weight of the squared within-prompt correlation of score and log length; 0 = off, 0.1 to 1 where the data love
+    length."""
+    length_head: bool = False
+    """A second head learns length so that the first need not (ODIN, Chen et al. 2024); only the first is kept."""
+    max_spread: AboveZero | None = None
+    """Within-prompt deviation of the scores above which a penalty sets in; None = off."""
+    baits_per_ranking: Annotated[int, Field(ge=0)] = 0
+    """Answers to other prompts, fluent and wrong, added to each ranking as its last."""
+
+    # what is trained and kept
+    train: Literal["all", "head"] = "all"
+    """All weights (or the adapters, with lora), or the head on a frozen trunk."""
+    keep: Literal["last", "best"] = "last"
+    """The last weights, or those with the lowest held-out loss."""
+    learning_curve: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = ()
+    """Shares of the prompts that further models are trained on, to see whether more data would help."""
+    evaluate_every_steps: Positive = 20
+    """Optimizer steps between held-out evaluations; the last step has one of its own."""
+    min_accuracy: Fraction = 0.70
+    """The gate: PPO refuses a reward model below this held-out pair accuracy (see ppo.accept_weak_reward)."""
+    audit: bool = False
+    """Probe the finished model for length, style and other biases; a failed probe closes the gate too."""
+    optimizer: FineTuneOptimizer = FineTuneOptimizer()
+    lora: LoraConfig | None = None
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> RewardConfig:
+        if self.train == "head" and self.lora is not None:
+            raise ValueError("train: head leaves nothing for lora to adapt; take one of them")
+        return self
