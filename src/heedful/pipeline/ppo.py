@@ -12,7 +12,7 @@ from heedful.pipeline.context import Context
 from heedful.pipeline.rewards import build_scoring
 from heedful.records import Completion, Prompt, RewardCard, TokenSample
 from heedful.runs.folder import StageFolder
-from heedful.train.loop import tell
+from heedful.runs.progress import tell
 
 if TYPE_CHECKING:
     from heedful.models.roles import Roles

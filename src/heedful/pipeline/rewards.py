@@ -10,7 +10,7 @@ from heedful.config.recipe import Recipe
 from heedful.errors import GateError, ModelError
 from heedful.pipeline.context import Context
 from heedful.records import RewardCard
-from heedful.train.loop import tell
+from heedful.runs.progress import tell
 
 if TYPE_CHECKING:
     from heedful.models.roles import Reward

@@ -6,7 +6,7 @@ from typing import Any
 
 from heedful.pipeline.context import Context
 from heedful.runs.folder import StageFolder
-from heedful.train.loop import tell
+from heedful.runs.progress import tell
 
 
 def run_sft(context: Context, stage: StageFolder) -> dict[str, Any]:

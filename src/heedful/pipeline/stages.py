@@ -14,9 +14,8 @@ from heedful.errors import ConfigError, DataError
 from heedful.pipeline.context import Context
 from heedful.pipeline.rewards import check_rewards
 from heedful.runs.folder import RunFolder, StageFolder
-from heedful.runs.progress import duration, peak_memory_bytes
+from heedful.runs.progress import duration, peak_memory_bytes, tell
 from heedful.runs.resume import open_run
-from heedful.train.loop import tell
 
 
 def run(recipe: Recipe, *, existing: str = "refuse", only: Stage | None = None) -> Path:

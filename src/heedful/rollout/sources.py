@@ -88,19 +88,18 @@ class HTTPReward:
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         """Raises EngineError when the server fails for good: never a score of 0 instead."""
-        scores: list[float] = []
-        for start in range(0, len(completions), ANSWERS_PER_REQUEST):
-            part = slice(start, start + ANSWERS_PER_REQUEST)
-            scores += self._ask(self._body(prompts[part], completions[part]), len(completions[part]))
-        return scores
+        prompt_texts = [self._text(c.prompt_ids) for c in completions]
+        return self.score_texts([self._text(c.prompt_ids + c.ids) for c in completions], prompt_texts, prompts)
 
-    def _body(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> bytes:
-        request = {
-            "query": [self._text(c.prompt_ids + c.ids) for c in completions],
-            "prompts": [self._text(c.prompt_ids) for c in completions],
-            "labels": [p.info.get("label", "") for p in prompts],
-        }
-        return json.dumps(request, default=str).encode()
+    def score_texts(self, queries: Sequence[str], texts: Sequence[str], prompts: Sequence[Prompt]) -> list[float]:
+        """The server's scores of texts as they are; ``texts`` are the prompts' own. Raises EngineError."""
+        labels = [p.info.get("label", "") for p in prompts]
+        scores: list[float] = []
+        for start in range(0, len(queries), ANSWERS_PER_REQUEST):
+            part = slice(start, start + ANSWERS_PER_REQUEST)
+            request = {"query": list(queries[part]), "prompts": list(texts[part]), "labels": labels[part]}
+            scores += self._ask(json.dumps(request, default=str).encode(), len(queries[part]))
+        return scores
 
     def _text(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

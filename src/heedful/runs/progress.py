@@ -117,3 +117,8 @@ def peak_memory_bytes() -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def tell(text: str) -> None:
+    """A line for the person at the terminal; standard output is kept for results."""
+    print(text, file=sys.stderr, flush=True)

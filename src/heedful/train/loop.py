@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from heedful.config.section import CheckpointConfig
 from heedful.models.hardware import random_state, release_memory, restore_random_state
 from heedful.runs.folder import StageFolder
 from heedful.runs.progress import Progress, peak_memory_bytes
+from heedful.runs.progress import tell as tell
 from heedful.runs.writer import StageWriter
 from heedful.train import checkpoint
 
@@ -24,11 +24,6 @@ RELEASE_EVERY_STEPS = 8
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM arrived; the loop saved a checkpoint and stopped at a step border."""
-
-
-def tell(text: str) -> None:
-    """A line for the person at the terminal; standard output is kept for results."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass

@@ -1,0 +1,132 @@
+"""Any reward model as one plain function of prompts and answers: a folder, a server or a Python function."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from heedful.errors import EngineError
+from heedful.models.cache import say_to_stderr
+from heedful.records import Completion, Prompt
+
+Scorer = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
+"""One number per (prompt, answer), in order; higher is better."""
+
+
+def open_scorer(
+    model: str,
+    *,
+    template: str | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    attention: str = "auto",
+    micro_batch_tokens: int = 4096,
+    timeout_seconds: float = 60.0,
+    retries: int = 3,
+    finite: bool = True,
+    say: Callable[[str], None] = say_to_stderr,
+) -> Scorer:
+    """The scorer that a name on the command line means; only a reward model's folder needs torch.
+
+    Args:
+        model: a reward model (folder, hub id or alias), http(s)://server (OpenRLHF's protocol, see
+            :class:`~heedful.rollout.sources.HTTPReward`) or module:function, called with (prompts, answers).
+        template: for a server: the model whose tokenizer and chat template write the texts it is sent; None sends
+            the messages and the answer as plain text with blank lines between.
+        device, dtype, attention, micro_batch_tokens: for a reward model's folder; an ensemble or a model with several
+            heads is read at its first output.
+        timeout_seconds, retries: for a server.
+        finite: False lets NaN and infinities of a function or a folder pass, for callers that count them.
+        say: takes the lines on what goes on.
+
+    Raises:
+        ConfigError: no such function, or a url that is none.
+        ModelError: no such model, or one without a score head.
+
+    The scorer raises EngineError, with the prompt's id where there is one, when the function or server fails, or gives
+    anything but one number per answer.
+    """
+    if re.match(r"https?:", model):
+        ask = _server(model, template, timeout_seconds, retries, say)
+    elif re.fullmatch(r"[\w.]+:[\w.]+", model) and not Path(model).exists():
+        ask = _function(model)
+    else:
+        ask = _folder(model, device, dtype, attention, micro_batch_tokens)
+
+    def scorer(prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float]:
+        if len(prompts) != len(answers):
+            raise ValueError(f"{len(prompts)} prompts but {len(answers)} answers")
+        return _numbers(model, ask(list(prompts), list(answers)), prompts, finite) if answers else []
+
+    return scorer
+
+
+def _folder(model: str, device: str, dtype: str, attention: str, micro_batch_tokens: int) -> Callable[..., Any]:
+    from heedful.models import hardware
+    from heedful.models.load import resolve
+    from heedful.models.roles import build_reward
+
+    path, place = resolve(model), hardware.device(device)
+    reward = build_reward(path, device=place, dtype=hardware.compute_dtype(place, dtype), attention=attention)
+
+    def ask(prompts: list[Prompt], answers: list[str]) -> list[float]:
+        return reward.score_texts([p.messages for p in prompts], answers, micro_batch_tokens=micro_batch_tokens)
+
+    return ask
+
+
+def _function(model: str) -> Callable[..., Any]:
+    from heedful.rollout.sources import load_reward_function
+
+    function = load_reward_function("MODEL", model)
+
+    def ask(prompts: list[Prompt], answers: list[str]) -> Any:
+        try:
+            return function(prompts, answers)
+        except Exception as error:  # the user's function may raise anything
+            raise EngineError(f"{model} failed: {error!r}") from error
+
+    return ask
+
+
+def _server(
+    url: str, template: str | None, timeout_seconds: float, retries: int, say: Callable[[str], None]
+) -> Callable[..., Any]:
+    from heedful.rollout.sources import HTTPReward
+
+    tokenizer: Any = None
+    if template is not None:
+        from heedful.models.load import load_tokenizer, resolve
+
+        tokenizer = load_tokenizer(resolve(template))
+    server = HTTPReward("MODEL", url, tokenizer, timeout_seconds=timeout_seconds, retries=retries, say=say)
+
+    def ask(prompts: list[Prompt], answers: list[str]) -> list[float]:
+        if tokenizer is not None:
+            from heedful.data.chat import answer_ids, prompt_ids
+
+            return server(prompts, [
+                Completion(p.id, 0, prompt_ids(tokenizer, p.messages), answer_ids(tokenizer, a), [], "stop", 0, a)
+                for p, a in zip(prompts, answers, strict=True)
+            ])  # fmt: skip
+        texts = ["\n\n".join(m.content for m in p.messages) for p in prompts]
+        return server.score_texts([f"{t}\n\n{a}" for t, a in zip(texts, answers, strict=True)], texts, prompts)
+
+    return ask
+
+
+def _numbers(model: str, values: Any, prompts: Sequence[Prompt], finite: bool) -> list[float]:
+    """What a scorer gave as floats, one per answer."""
+    try:
+        numbers = [float(v) for v in values]
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"{model} must give a list with one number per answer ({error})") from None
+    if len(numbers) != len(prompts):
+        raise EngineError(f"{model} gave {len(numbers)} scores for {len(prompts)} answers")
+    for value, prompt in zip(numbers, prompts, strict=True):
+        if finite and not math.isfinite(value):
+            raise EngineError(f"{model} gave {value} for an answer to prompt {prompt.id!r}; a score must be finite")
+    return numbers
