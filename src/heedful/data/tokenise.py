@@ -32,6 +32,9 @@ class RankingSample:
     num_prompt_tokens: int
     num_answer_chars: list[int]
     """Lengths of the answers' texts, for the length baseline of the reward card"""
+    source: str = ""
+    kinds: tuple[str, ...] = ()
+    """Of the answers, as in :class:`~heedful.records.Answer`; () = all sampled"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +251,8 @@ def _ranking(
         answer_ids=[answer.id for answer in kept],
         num_prompt_tokens=len(prompt),
         num_answer_chars=[len(answer.text) for answer in kept],
+        source=record.source,
+        kinds=tuple(answer.kind for answer in kept),
     )
     return sample, was_cut
 

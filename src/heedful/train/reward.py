@@ -13,7 +13,7 @@ from heedful.data.collate import ranking_batch
 from heedful.data.packing import token_budget_batches
 from heedful.data.stream import EpochStream, fingerprint
 from heedful.data.tokenise import RankingSample
-from heedful.evaluate.accuracy import length_accuracy, pair_accuracy
+from heedful.evaluate.reward_card import ScoredRanking, build_card
 from heedful.models.parts import ScalarModel
 from heedful.objectives import preference
 from heedful.records import RewardCard
@@ -111,27 +111,11 @@ def reward_card(
         loss += float(out.loss)
         for group_id, row, mask in zip(batch.ids, scores_PK.tolist(), batch.mask_PK.tolist(), strict=True):
             scores[position[group_id]] = [s for s, real in zip(row, mask, strict=True) if real]
-    ranks = [s.ranks for s in samples]
-    overall = pair_accuracy(scores, ranks, seed=seed)
-    by_category = {}
-    for category in sorted({s.category for s in samples if s.category}):
-        rows = [i for i, s in enumerate(samples) if s.category == category]
-        part = pair_accuracy([scores[i] for i in rows], [ranks[i] for i in rows], seed=seed)
-        by_category[category] = part.value
-    flat = torch.tensor([v for row in scores for v in row], dtype=torch.float64)
-    return RewardCard(
-        model="reward_model",
-        accuracy=overall.value,
-        accuracy_low=overall.low,
-        accuracy_high=overall.high,
-        num_prompts=overall.num_prompts,
-        num_pairs=overall.num_pairs,
-        accuracy_by_category=by_category,
-        length_accuracy=length_accuracy([s.num_answer_chars for s in samples], ranks, seed=seed).value,
-        score_mean=float(flat.mean()),
-        score_std=max(float(flat.std()), 1e-6),
-        loss=loss,
-    )
+    scored = [
+        ScoredRanking(found, s.ranks, s.num_answer_chars, category=s.category, source=s.source, kinds=s.kinds)
+        for found, s in zip(scores, samples, strict=True)
+    ]
+    return build_card(scored, loss=loss, seed=seed)
 
 
 def _ranking_loss(model: ScalarModel, batch: RankingBatch, config: RewardConfig, *, denominator: int) -> LossOut:
