@@ -234,6 +234,77 @@ class Rollout(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Accuracy(Record):
+    """Share of pairs in the right order, every prompt weighted equally; equal scores count one half."""
+
+    value: float
+    low: float
+    high: float
+    """95 % bootstrap interval, prompts resampled; Wilson's over prompts where all are right or all wrong."""
+    num_prompts: int
+    """Prompts with at least one pair that counts."""
+    num_pairs: int
+    over_pairs: float
+    """The same with every pair weighted equally, so that a prompt with five answers counts for ten of two."""
+    over_pairs_low: float
+    over_pairs_high: float
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationBin(Record):
+    """Pairs on which the model is about equally sure, every prompt weighted equally."""
+
+    confidence: float
+    """Mean probability that the scores give to the answer they prefer, sigmoid of the difference; ½ to 1."""
+    accuracy: float
+    low: float
+    high: float
+    num_pairs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration(Record):
+    """Do score differences mean the log odds that they claim to be (Bradley-Terry)?"""
+
+    error: float
+    """Expected calibration error: mean of |confidence − accuracy| over the bins."""
+    low: float
+    high: float
+    """95 % bootstrap interval, prompts resampled, less the bias of resampling."""
+    by_chance: float
+    """What 95 % of perfectly calibrated models with these scores would stay below on so few pairs."""
+    overconfidence: float
+    """Mean confidence − accuracy: above 0 the scores are too far apart."""
+    overconfidence_low: float
+    overconfidence_high: float
+    bins: tuple[CalibrationBin, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LengthFit(Record):
+    """What length alone can predict: P(i better) = sigmoid(f(i) − f(j)), f quadratic in log characters, fitted to the
+    labels and read on prompts left out of the fit (five folds)."""
+
+    accuracy: Accuracy
+    share: float | None
+    """(accuracy of the fit − ½) / (accuracy of the model − ½); None where the model is not clearly above ½."""
+    share_low: float | None
+    share_high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PassRate(Record):
+    """Control items in the known order, all pairs of an item strictly."""
+
+    rate: float
+    low: float
+    high: float
+    """Wilson's 95 % interval."""
+    num_passed: int
+    num_items: int
+
+
+@dataclass(frozen=True, slots=True)
 class RewardCard(Record):
     """What is known of a reward model before it is trusted; the PPO gate reads it."""
 
@@ -255,6 +326,30 @@ class RewardCard(Record):
     loss: float | None = None
     """Held-out Bradley–Terry loss (nats)."""
     data: dict[str, Any] = field(default_factory=dict)
+    over_pairs: float | None = None
+    """Accuracy with every pair weighted equally."""
+    over_pairs_low: float | None = None
+    over_pairs_high: float | None = None
+    num_tied_pairs: int = 0
+    """Pairs tied in the labels, left out."""
+    num_equal_scores: int = 0
+    """Pairs with equal scores, counted one half."""
+    by_category: dict[str, Accuracy] = field(default_factory=dict)
+    by_source: dict[str, Accuracy] = field(default_factory=dict)
+    longer_wins: Accuracy | None = None
+    """On pairs whose better answer is the longer one."""
+    shorter_wins: Accuracy | None = None
+    """On pairs whose better answer is the shorter one: what love of length costs."""
+    prefers_longer: float | None = None
+    """Share of pairs in which the scores prefer the longer answer; compare ``length_accuracy``, the people's share."""
+    length_fit: LengthFit | None = None
+    margins: dict[str, float] = field(default_factory=dict)
+    """Score of the better answer − score of the worse one: quantiles over the pairs ("0.05", "0.5", …)."""
+    calibration: Calibration | None = None
+    gold_controls: PassRate | None = None
+    """Rankings or answers with a known place; they count nowhere else."""
+    baits: Accuracy | None = None
+    """Pairs of an answer and a bait (fluent and wrong); they count nowhere else."""
 
 
 @dataclass(frozen=True, slots=True)
