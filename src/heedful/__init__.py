@@ -16,6 +16,7 @@ The rooms, in import order (a room imports only from rooms above it):
     control     knobs that move
     evaluate    is it better: accuracy, gold score, win rate
     train       the loops: SFT, reward model, PPO
+    audit       what a reward model likes that it should not
     report      tell people: one HTML file
     pipeline    every stage in order, resumable
     cli         the command line
