@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from heedful.errors import DataError
-
-NUM_RESAMPLES = 2000
+from heedful.evaluate.intervals import bootstrap_interval
 
 
 @dataclass(frozen=True)
@@ -79,14 +78,6 @@ def outcomes(before: Sequence[float], after: Sequence[float], *, tie_width: floa
     before_N, after_N = _paired(before, after)
     gap_N = after_N - before_N
     return np.where(np.abs(gap_N) <= tie_width, 0.5, (gap_N > 0).astype(float))
-
-
-def bootstrap_interval(values: np.ndarray, *, seed: int = 0) -> tuple[float, float]:
-    """95 % percentile bootstrap interval of the mean of ``values``; the same seed gives the same interval."""
-    rng = np.random.default_rng(seed)
-    draws = rng.integers(0, len(values), size=(NUM_RESAMPLES, len(values)))
-    low, high = np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
-    return float(low), float(high)
 
 
 def _paired(before: Sequence[float], after: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from heedful.errors import DataError
-from heedful.evaluate.compare import NUM_RESAMPLES, outcomes
+from heedful.evaluate.compare import outcomes
+from heedful.evaluate.intervals import NUM_RESAMPLES
 
 RIDGE = 1.0
 """Prior on the length effect (per standard deviation): keeps it finite when length separates wins from losses."""
