@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -14,6 +15,9 @@ from typing import Any
 from heedful.errors import ModelError
 
 WEIGHT_FILES = tuple(n + end for n in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json"))
+MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
+NOTES = ("reward_", "origin.json", "README")
+"""Files in a model folder that say something about it (card, norm, self-test) and do not change its scores."""
 
 
 @contextlib.contextmanager
@@ -97,6 +101,16 @@ def check_model_folder(path: Path) -> Path:
     if not is_model_folder(path):
         raise ModelError(f"{path}: the folder has a config.json but no weights ({WEIGHT_FILES[0]})")
     return path
+
+
+def folder_digest(path: Path) -> str:
+    """SHA-256 of what a model computes from: weights, config, tokenizer and template, wherever the folder lies."""
+    total = hashlib.sha256()
+    for file in sorted(check_model_folder(path).iterdir()):
+        if file.is_file() and file.suffix in MODEL_SUFFIXES and not file.name.startswith(NOTES):
+            with file.open("rb") as stream:
+                total.update(f"{file.name}\n{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return total.hexdigest()
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     """Train the policy; results of the stage."""
     from heedful.data.chat import end_token_ids
     from heedful.models.export import load_reward_card, save_policy
+    from heedful.rollout.cache import ScoreCache
     from heedful.rollout.hf import HFEngine
     from heedful.train import checkpoint
     from heedful.train.ppo import train_ppo
@@ -56,7 +57,8 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
         verdict = gate(load_reward_card(context.reward_model), recipe)
     tell(f"gate: {verdict}")
     roles = ppo_roles(context)
-    scoring = build_scoring(context, config, roles.reward)
+    # in the stage's own folder: a score that another run has left may differ in the last bit
+    scoring = build_scoring(context, config, roles.reward, cache=ScoreCache(stage.path / "scores.sqlite"))
     prompts, counts = ppo_prompts(context, roles.policy.tokenizer)
     demonstrations = _demonstrations(context, roles.policy.tokenizer)
     engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))

@@ -14,6 +14,7 @@ from heedful.runs.progress import tell
 
 if TYPE_CHECKING:
     from heedful.models.roles import Reward
+    from heedful.rollout.cache import ScoreCache
     from heedful.rollout.scaling import Scaler
     from heedful.rollout.score import LastRead, RewardSource, Scoring
 
@@ -41,11 +42,14 @@ def check_rewards(recipe: Recipe) -> None:
             _check_model(name, part, resolve(part.model), recipe)
 
 
-def build_scoring(context: Context, config: PPOConfig, own: Reward | None) -> Scoring:
+def build_scoring(
+    context: Context, config: PPOConfig, own: Reward | None, *, cache: ScoreCache | None = None
+) -> Scoring:
     """The whole reward of a recipe, each part with its scaler.
 
     Args:
         own: this run's reward model; may be None where no part reads it.
+        cache: holds the scores of reward models.
 
     Raises:
         ConfigError, GateError, ModelError: as :func:`check_rewards`.
@@ -56,7 +60,7 @@ def build_scoring(context: Context, config: PPOConfig, own: Reward | None) -> Sc
 
     sources: list[RewardSource] = []
     scalers: dict[str, Scaler] = {}
-    models = _Models(context, own)
+    models = _Models(context, own, cache)
     for name, part in config.reward_parts.items():
         card = None
         if part.function is not None:
@@ -96,8 +100,8 @@ def scaler_of(name: str, part: RewardPart, config: PPOConfig, card: RewardCard |
 class _Models:
     """The reward models of the parts, each loaded once."""
 
-    def __init__(self, context: Context, own: Reward | None) -> None:
-        self._context, self._own = context, own
+    def __init__(self, context: Context, own: Reward | None, cache: ScoreCache | None) -> None:
+        self._context, self._own, self._cache = context, own, cache
         self._loaded: dict[Path | None, LastRead] = {}
 
     def of(self, name: str, part: RewardPart) -> tuple[LastRead, RewardCard | None]:
@@ -105,19 +109,23 @@ class _Models:
         from heedful.models.export import load_reward_card
         from heedful.models.load import resolve
         from heedful.models.roles import build_reward
+        from heedful.rollout.cache import cached
         from heedful.rollout.score import LastRead
 
+        hardware = self._context.hardware()
         assert part.model is not None
         if part.model == OWN:
             assert self._own is not None
             if None not in self._loaded:
-                self._loaded[None] = LastRead(self._own)
+                own = cached(self._own, self._context.reward_model, hardware["dtype"], self._cache)
+                self._loaded[None] = LastRead(own)
             return self._loaded[None], load_reward_card(self._context.reward_model)
         path = resolve(part.model).resolve()
         _check_model(name, part, path, self._context.recipe)
         if path not in self._loaded:
             tell(f"reward {name}: loading {part.model}")
-            self._loaded[path] = LastRead(build_reward(path, **self._context.hardware()))
+            reward = build_reward(path, **hardware)
+            self._loaded[path] = LastRead(cached(reward, path, hardware["dtype"], self._cache))
         return self._loaded[path], load_reward_card(path)
 
 

@@ -6,11 +6,14 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from heedful.errors import EngineError
 from heedful.models.cache import say_to_stderr
 from heedful.records import Completion, Prompt
+
+if TYPE_CHECKING:
+    from heedful.rollout.cache import ScoreCache
 
 Scorer = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
 """One number per (prompt, answer), in order; higher is better."""
@@ -27,6 +30,7 @@ def open_scorer(
     timeout_seconds: float = 60.0,
     retries: int = 3,
     finite: bool = True,
+    cache: ScoreCache | None = None,
     say: Callable[[str], None] = say_to_stderr,
 ) -> Scorer:
     """The scorer that a name on the command line means; only a reward model's folder needs torch.
@@ -40,6 +44,7 @@ def open_scorer(
             heads is read at its first output.
         timeout_seconds, retries: for a server.
         finite: False lets NaN and infinities of a function or a folder pass, for callers that count them.
+        cache: holds the scores of a folder; servers and functions may change behind their names.
         say: takes the lines on what goes on.
 
     Raises:
@@ -49,12 +54,13 @@ def open_scorer(
     The scorer raises EngineError, with the prompt's id where there is one, when the function or server fails, or gives
     anything but one number per answer.
     """
-    if re.match(r"https?:", model):
+    kind = kind_of(model)
+    if kind == "server":
         ask = _server(model, template, timeout_seconds, retries, say)
-    elif re.fullmatch(r"[\w.]+:[\w.]+", model) and not Path(model).exists():
+    elif kind == "function":
         ask = _function(model)
     else:
-        ask = _folder(model, device, dtype, attention, micro_batch_tokens)
+        ask = _folder(model, device, dtype, attention, micro_batch_tokens, cache)
 
     def scorer(prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float]:
         if len(prompts) != len(answers):
@@ -64,16 +70,28 @@ def open_scorer(
     return scorer
 
 
-def _folder(model: str, device: str, dtype: str, attention: str, micro_batch_tokens: int) -> Callable[..., Any]:
+def kind_of(model: str) -> Literal["server", "function", "folder"]:
+    """What a name means, whether or not it is there."""
+    if re.match(r"https?:", model):
+        return "server"
+    return "function" if re.fullmatch(r"[\w.]+:[\w.]+", model) and not Path(model).exists() else "folder"
+
+
+def _folder(
+    model: str, device: str, dtype: str, attention: str, micro_batch_tokens: int, cache: ScoreCache | None
+) -> Callable[..., Any]:
     from heedful.models import hardware
     from heedful.models.load import resolve
     from heedful.models.roles import build_reward
+    from heedful.rollout.cache import cached
 
     path, place = resolve(model), hardware.device(device)
-    reward = build_reward(path, device=place, dtype=hardware.compute_dtype(place, dtype), attention=attention)
+    precision = hardware.compute_dtype(place, dtype)
+    reward = cached(build_reward(path, device=place, dtype=precision, attention=attention), path, precision, cache)
 
     def ask(prompts: list[Prompt], answers: list[str]) -> list[float]:
-        return reward.score_texts([p.messages for p in prompts], answers, micro_batch_tokens=micro_batch_tokens)
+        messages = [p.messages for p in prompts]
+        return [row[0] for row in reward.output_texts(messages, answers, micro_batch_tokens=micro_batch_tokens)]
 
     return ask
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol, final
 
 from heedful.errors import CheckpointError, EngineError
 from heedful.records import Completion, Message, Prompt, Rollout
+from heedful.rollout.cache import CachedReward
 from heedful.rollout.scaling import Fixed, Scaler
 
 
@@ -23,7 +24,7 @@ class RewardSource(Protocol):
 
 
 class RewardModel(Protocol):
-    """What reads texts: a scalar model, the reward part of PPO's roles, or :class:`LastRead` around one of them."""
+    """What reads texts: a scalar model, the reward part of PPO's roles, or what remembers around one of them."""
 
     def output_texts(
         self, prompts: Sequence[Sequence[Message]], answers: Sequence[str], *, micro_batch_tokens: int
@@ -69,7 +70,10 @@ class LearnedReward:
     @property
     def model(self) -> RewardModel:
         """The model itself, without what remembers for it."""
-        return self._model.model if isinstance(self._model, LastRead) else self._model
+        model = self._model
+        while isinstance(model, (LastRead, CachedReward)):
+            model = model.model
+        return model
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         outputs = self._model.output_texts(
