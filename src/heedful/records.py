@@ -287,7 +287,8 @@ class LengthFit(Record):
 
     accuracy: Accuracy
     share: float | None
-    """(accuracy of the fit − ½) / (accuracy of the model − ½); None where the model is not clearly above ½."""
+    """(accuracy of the fit − ½) / (accuracy of the model − ½), not below 0; None where the model is not clearly
+    above ½."""
     share_low: float | None
     share_high: float | None
 
