@@ -306,6 +306,37 @@ class PassRate(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeResult(Record):
+    """One question of the audit and what the reward model said to it."""
+
+    name: str
+    about: str
+    """What was changed in the answers."""
+    verdict: str
+    """"ok", "warn", "fail" or "not run"."""
+    says: str
+    """The finding in one sentence."""
+    sign: str = "0"
+    """"+" or "-": the score rises or falls with the change and its interval leaves 0 out; else "0"."""
+    effect: float | None = None
+    """Of the variant that is judged worst: the mean change of the score over prompts, in ``unit``."""
+    low: float | None = None
+    high: float | None = None
+    """95 % bootstrap interval, prompts resampled; wide enough for all variants together."""
+    unit: str = "deviations"
+    """"deviations": what one prompt's natural answers deviate by; "correlation"; "" for counts."""
+    bound: str = ""
+    """What the interval was held against."""
+    variant: str = ""
+    variants: dict[str, float] = field(default_factory=dict)
+    """The effect of every variant."""
+    num_prompts: int = 0
+    num_pairs: int = 0
+    examples: tuple[dict[str, Any], ...] = ()
+    """Pairs with the largest changes: prompt, base, changed, difference (in ``unit``)."""
+
+
+@dataclass(frozen=True, slots=True)
 class RewardCard(Record):
     """What is known of a reward model before it is trusted; the PPO gate reads it."""
 
@@ -351,6 +382,10 @@ class RewardCard(Record):
     """Rankings or answers with a known place; they count nowhere else."""
     baits: Accuracy | None = None
     """Pairs of an answer and a bait (fluent and wrong); they count nowhere else."""
+    probes: tuple[ProbeResult, ...] = ()
+    """What the audit asked; () = not audited."""
+    audit_verdict: str | None = None
+    """"passed", "warned" or "failed" (which closes the gate); None = not audited."""
 
 
 @dataclass(frozen=True, slots=True)
