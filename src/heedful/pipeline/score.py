@@ -1,0 +1,215 @@
+"""Scoring a file: every answer in it gets a score, in the order of the file, and what is done is never done again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from heedful.data.export import write_rows
+from heedful.data.load import load
+from heedful.data.pairs import consensus
+from heedful.data.prompts import prompt_of
+from heedful.errors import CheckpointError, DataError, EngineError, HeedfulError, ModelError
+from heedful.evaluate.spread import Spread, by_group, spread
+from heedful.models.cache import say_to_stderr
+from heedful.pipeline.scorer import Scorer, kind_of, open_scorer
+from heedful.records import Demonstration, Message, Prompt, Ranking
+from heedful.runs.progress import Progress
+
+if TYPE_CHECKING:
+    from heedful.rollout.cache import ScoreCache
+
+ANSWERS_PER_PART = 128
+"""Scored and written down together; within a part answers of like length share a batch."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What scoring a file came to."""
+
+    out: str
+    num_answers: int
+    num_resumed: int
+    """of these scored by an earlier attempt"""
+    all: Spread
+    categories: dict[str, Spread] = field(default_factory=dict)
+    sources: dict[str, Spread] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        groups = {
+            name: {group: s.to_json() for group, s in getattr(self, name).items()} for name in ("categories", "sources")
+        }
+        counts = {"out": self.out, "num_answers": self.num_answers, "num_resumed": self.num_resumed}
+        return {**counts, "all": self.all.to_json(), **groups}
+
+
+def score_file(
+    model: str,
+    source: str,
+    out: str | Path,
+    *,
+    format: str = "auto",
+    split: str | None = None,
+    on_bad_row: str = "error",
+    cache: ScoreCache | None = None,
+    say: Callable[[str], None] = say_to_stderr,
+    **options: Any,
+) -> Scored:
+    """Score every answer of ``source`` and write one row per answer to ``out``, in the order of the file.
+
+    A row has id, answer_id, prompt (messages), answer, score, rank (null where the file gives none), policy, category
+    and source. ``out`` appears when all is done; until then scores lie in ``OUT.partial``, from which the same call
+    goes on, provided model, file and options are the same.
+
+    Args:
+        model: as :func:`open_scorer` takes it, ``options`` too.
+        source: a file of rankings, pairs, or prompts with answers, in any format that :func:`load` knows.
+        out: ends in .jsonl, .jsonl.gz, .json or .parquet.
+        cache: as of :func:`open_scorer`.
+
+    Raises:
+        DataError: a file without answers, or as :func:`load`.
+        CheckpointError: another process writes ``out``.
+        HeedfulError: as the scorer, with the answers that it was asked about.
+    """
+    if not str(out).endswith((".jsonl", ".jsonl.gz", ".json", ".parquet")):
+        raise DataError(f"{out}: name the output .jsonl, .jsonl.gz, .json or .parquet")
+    loaded = load(source, format=format, on_bad_row=on_bad_row, split=split)
+    rows = [row for record in loaded.records for row in _rows(record)]
+    if not rows:
+        raise DataError(f"{source}: the file holds {loaded.kind} without answers, so there is nothing to score")
+    say(loaded.summary())
+    identity = _identity(model, rows, options)
+    with _journal(Path(f"{out}.partial"), identity, len(rows)) as (stream, scores):
+        num_resumed = len(scores)
+        if num_resumed:
+            say(f"{num_resumed:,} of {len(rows):,} answers were scored before; going on")
+        if num_resumed < len(rows):
+            scorer = open_scorer(model, cache=cache, say=say, **options)
+            _score(scorer, rows, scores, stream, source)
+        for row, score in zip(rows, scores, strict=True):
+            row["score"] = score
+        write_rows(out, rows)
+    return Scored(
+        str(out), len(rows), num_resumed, spread(scores), by_group(scores, [r["category"] for r in rows]),
+        by_group(scores, [r["source"] for r in rows]),
+    )  # fmt: skip
+
+
+def _rows(record: Any) -> Iterator[dict[str, Any]]:
+    """The answers of a record, without scores yet."""
+
+    def row(answer_id: str, text: str, rank: int | None, policy: str) -> dict[str, Any]:
+        return {
+            "id": record.group_id if isinstance(record, Ranking) else record.id, "answer_id": answer_id,
+            "prompt": [m.to_json() for m in prompt], "answer": text, "score": None, "rank": rank, "policy": policy,
+            "category": record.category, "source": record.source,
+        }  # fmt: skip
+
+    prompt = prompt_of(record)
+    if isinstance(record, Ranking):
+        ranks = consensus(record)
+        for answer in record.answers:
+            yield row(answer.id, answer.text, ranks.get(answer.id), answer.policy)
+    elif isinstance(record, Demonstration):
+        if record.messages[-1].role != "assistant":
+            raise DataError(f"{record.id!r} does not end with an assistant's turn, so there is no answer to score")
+        yield row("", record.messages[-1].content, None, "")
+
+
+def _identity(model: str, rows: Sequence[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
+    """What scores belong to; they are not mixed with those of another model or file."""
+    name = model
+    if kind_of(model) == "folder":
+        from heedful.models.folders import folder_digest
+        from heedful.models.load import resolve
+
+        name = folder_digest(resolve(model))
+    content = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    precision = {key: options[key] for key in ("template", "dtype") if options.get(key)}
+    return {"model": name, "answers": content, **precision}
+
+
+def _score(
+    scorer: Scorer, rows: Sequence[dict[str, Any]], scores: list[float], stream: IO[bytes], source: str
+) -> None:
+    """Score what is missing, part by part; each is on disk before the next begins."""
+    num_parts = -(-len(rows) // ANSWERS_PER_PART)
+    first = len(scores) // ANSWERS_PER_PART
+    with Progress("Scoring", num_parts, first_step=first) as progress:
+        while len(scores) < len(rows):
+            start = len(scores)
+            part = rows[start : start + ANSWERS_PER_PART]
+            prompts = [
+                Prompt(r["id"], tuple(Message(**m) for m in r["prompt"]), r["category"], r["source"]) for r in part
+            ]
+            try:
+                found = scorer(prompts, [r["answer"] for r in part])
+            except HeedfulError as error:
+                kept = f"; the {start:,} scores before them are kept, and the same command goes on" if start else ""
+                ids = f"{part[0]['id']} to {part[-1]['id']}"
+                where = f"{source}, answers {start + 1:,} to {start + len(part):,} ({ids})"
+                raise _kind(error)(f"{where}: {error}{kept}") from error
+            stream.write(json.dumps({"start": start, "scores": found}).encode() + b"\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+            scores += found
+            progress.step()
+
+
+def _kind(error: HeedfulError) -> type[HeedfulError]:
+    """The class to raise again: subclasses may take more than a message."""
+    return next(kind for kind in (DataError, ModelError, EngineError, HeedfulError) if isinstance(error, kind))
+
+
+@contextmanager
+def _journal(path: Path, identity: dict[str, Any], num_answers: int) -> Iterator[tuple[IO[bytes], list[float]]]:
+    """The file of scores so far, open at its end, and those scores; it goes when the block ends without an error.
+
+    Raises:
+        CheckpointError: another process has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as stream:
+        _lock(stream, path)
+        stream.seek(0)
+        scores, end = _read(stream.read(), identity, num_answers)
+        stream.truncate(end)
+        if end == 0:
+            stream.write(json.dumps(identity).encode() + b"\n")
+        yield stream, scores
+        path.unlink(missing_ok=True)  # under the lock, so that nobody goes on with what is gone
+
+
+def _read(content: bytes, identity: dict[str, Any], num_answers: int) -> tuple[list[float], int]:
+    """The scores in a journal and the bytes that hold them; a torn end, or a journal of something else, is left out."""
+    scores: list[float] = []
+    end = 0
+    for line in content.splitlines(keepends=True):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break
+        known = entry == identity if end == 0 else entry.get("start") == len(scores)
+        if not known or not line.endswith(b"\n"):
+            break
+        scores += [] if end == 0 else entry["scores"]
+        end += len(line)
+    return (scores, end) if len(scores) <= num_answers else ([], 0)
+
+
+def _lock(stream: IO[bytes], path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise CheckpointError(f"{path}: another process is scoring into this file; wait, or name another") from None
