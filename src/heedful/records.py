@@ -242,7 +242,6 @@ class Accuracy(Record):
     high: float
     """95 % bootstrap interval, prompts resampled; Wilson's over prompts where all are right or all wrong."""
     num_prompts: int
-    """Prompts with at least one pair that counts."""
     num_pairs: int
     over_pairs: float
     """The same with every pair weighted equally, so that a prompt with five answers counts for ten of two."""
@@ -287,8 +286,7 @@ class LengthFit(Record):
 
     accuracy: Accuracy
     share: float | None
-    """(accuracy of the fit − ½) / (accuracy of the model − ½), not below 0; None where the model is not clearly
-    above ½."""
+    """(accuracy of the fit − ½) / (accuracy of the model − ½), not below 0; None: the model is not clearly above ½."""
     share_low: float | None
     share_high: float | None
 
@@ -359,19 +357,16 @@ class RewardCard(Record):
     """Held-out Bradley–Terry loss (nats)."""
     data: dict[str, Any] = field(default_factory=dict)
     over_pairs: float | None = None
-    """Accuracy with every pair weighted equally."""
     over_pairs_low: float | None = None
     over_pairs_high: float | None = None
     num_tied_pairs: int = 0
     """Pairs tied in the labels, left out."""
     num_equal_scores: int = 0
-    """Pairs with equal scores, counted one half."""
     by_category: dict[str, Accuracy] = field(default_factory=dict)
     by_source: dict[str, Accuracy] = field(default_factory=dict)
     longer_wins: Accuracy | None = None
-    """On pairs whose better answer is the longer one."""
     shorter_wins: Accuracy | None = None
-    """On pairs whose better answer is the shorter one: what love of length costs."""
+    """On pairs whose better answer is the longer one, the shorter one; love of length costs accuracy on the latter."""
     prefers_longer: float | None = None
     """Share of pairs in which the scores prefer the longer answer; compare ``length_accuracy``, the people's share."""
     length_fit: LengthFit | None = None
