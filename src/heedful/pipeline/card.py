@@ -1,0 +1,128 @@
+"""The card of any reward model on any file of rankings or pairs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from heedful.data.load import load
+from heedful.data.pairs import consensus
+from heedful.errors import DataError, EngineError
+from heedful.evaluate.reward_card import ScoredRanking, build_card
+from heedful.models.cache import say_to_stderr
+from heedful.pipeline.scorer import Scorer, open_scorer
+from heedful.records import Answer, Prompt, Ranking, RewardCard
+from heedful.runs.progress import Progress
+
+if TYPE_CHECKING:
+    from heedful.rollout.cache import ScoreCache
+
+RANKINGS_PER_PART = 64
+"""Asked about together; within a part answers of like length share a batch."""
+
+
+def card_of_file(
+    model: str,
+    source: str,
+    *,
+    format: str = "auto",
+    split: str | None = None,
+    on_bad_row: str = "error",
+    seed: int = 0,
+    cache: ScoreCache | None = None,
+    say: Callable[[str], None] = say_to_stderr,
+    **options: Any,
+) -> RewardCard:
+    """Score every answer of ``source`` and work out the card.
+
+    As in training, answers that nobody ranked are left out, of equal answers with one rank the first counts, and of
+    equal answers with different ranks none does. No answer is cut or left out for its length.
+
+    Args:
+        model: as :func:`open_scorer` takes it, ``options`` too.
+        source: rankings or pairs in any format that :func:`load` knows.
+        cache: as of :func:`open_scorer`.
+
+    Raises:
+        DataError: a row that cannot be used, naming file and line, or no pair is left.
+        EngineError: the scorer failed, gave NaN or did not answer in time.
+        ConfigError, ModelError: as :func:`open_scorer`.
+    """
+    loaded = load(source, kind="rankings", format=format, on_bad_row=on_bad_row, split=split)
+    say(loaded.summary())
+    records = cast(list[Ranking], loaded.records)
+    num_answers_dropped: Counter[str] = Counter()
+    kept = [_judged(record, source, num_answers_dropped) for record in records]
+    scores = _scores(open_scorer(model, cache=cache, say=say, **options), records, kept, source)
+    scored = [_scored(record, answers, found) for record, answers, found in zip(records, kept, scores, strict=True)]
+    try:
+        card = build_card(scored, model=model, seed=seed)
+    except DataError as error:
+        raise DataError(f"{source}: {error}") from None
+    data = {
+        "file": source, "format": loaded.format, "num_read": loaded.num_read, "num_rankings": loaded.num_kept,
+        "dropped": loaded.dropped, "answers_dropped": dict(num_answers_dropped), "seed": seed,
+    }  # fmt: skip
+    return replace(card, data=data)
+
+
+def _judged(record: Ranking, source: str, num_dropped: Counter[str]) -> list[Answer]:
+    """The answers that say something: all of a control item, else those that are ranked and tell apart."""
+    if record.gold is not None:
+        ids = {answer.id for answer in record.answers}
+        unknown = next((name for pair in record.gold for name in pair if name not in ids), None)
+        if unknown is not None or any(len(pair) != 2 for pair in record.gold):
+            what = f"names {unknown!r}, which is no answer's id" if unknown else "must hold pairs (better, worse)"
+            raise DataError(f"{source}: ranking {record.group_id!r}: field 'gold' {what}")
+        return list(record.answers)
+    ranks = consensus(record)
+    same: dict[str, list[Answer]] = {}
+    for answer in record.answers:
+        if answer.id in ranks or answer.kind == "bait":
+            same.setdefault(answer.text, []).append(answer)
+        else:
+            num_dropped["not_ranked"] += 1
+    kept = []
+    for group in same.values():
+        agree = len({ranks.get(answer.id) for answer in group}) == 1
+        kept += group[:1] if agree else []
+        num_dropped["identical_answers"] += len(group) - agree
+    return kept
+
+
+def _scores(
+    scorer: Scorer, records: Sequence[Ranking], kept: Sequence[Sequence[Answer]], source: str
+) -> list[list[float]]:
+    """The scores of every ranking's answers; asked in parts, so that a failure says how far it came."""
+    scores: list[list[float]] = []
+    num_parts = -(-len(records) // RANKINGS_PER_PART)
+    with Progress("Scoring", num_parts) as progress:
+        for start in range(0, len(records), RANKINGS_PER_PART):
+            asked = [
+                (Prompt(record.group_id, record.prompt, record.category, record.source, record.info), answer.text)
+                for record, answers in zip(records[start : start + RANKINGS_PER_PART], kept[start:])
+                for answer in answers
+            ]
+            try:
+                found = iter(scorer([prompt for prompt, _ in asked], [text for _, text in asked]))
+            except EngineError as error:
+                raise EngineError(f"{source}, after {start:,} of {len(records):,} rankings: {error}") from error
+            scores += [[next(found) for _ in answers] for answers in kept[start : start + RANKINGS_PER_PART]]
+            progress.step()
+    return scores
+
+
+def _scored(record: Ranking, answers: Sequence[Answer], scores: list[float]) -> ScoredRanking:
+    ranks = consensus(record)
+    place = {answer.id: k for k, answer in enumerate(answers)}
+    return ScoredRanking(
+        scores=scores,
+        ranks=[ranks.get(answer.id, len(ranks) + 1) for answer in answers],  # unranked: a bait, or of a control item
+        num_chars=[len(answer.text) for answer in answers],
+        category=record.category,
+        source=record.source,
+        kinds=[answer.kind for answer in answers],
+        gold=[(place[better], place[worse]) for better, worse in record.gold or ()],
+    )
