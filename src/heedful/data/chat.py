@@ -169,6 +169,49 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, a
     return str(text)
 
 
+def written_ids(tokenizer: PreTrainedTokenizerBase, query: str, prompt: str | None = None) -> list[int]:
+    """The ids that :func:`prompt_ids` and :func:`answer_ids` give for a conversation, from its text.
+
+    What the assistant said earlier is found by the text that the template puts before it. Special tokens inside the
+    last answer are left out, as they are where a policy's answer is read.
+
+    Args:
+        query: prompt and answer as a policy with this template writes them, with or without the end token. A prompt
+            in which nothing is of this template's structure is taken as the text of one user message.
+        prompt: the beginning of ``query`` up to the answer; None looks for the last place where an answer begins.
+
+    Raises:
+        DataError: ``prompt`` does not open ``query``, or there is no place where the answer begins.
+    """
+    template = _template(tokenizer)
+    header = render(tokenizer, [Message("user", _PROBE)], add_generation_prompt=True).split(_PROBE)[1]
+    if prompt is None:
+        before, _, _ = query.rpartition(header)
+        prompt = before + header if header in query else ""
+    if not query.startswith(prompt) or not prompt:
+        raise DataError("the query does not begin with its prompt, so nothing tells where the answer begins")
+    answer = query[len(prompt) :]
+    marked = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    for special in marked.union(tokenizer.all_special_tokens):
+        answer = answer.replace(special, "")
+    if not prompt.endswith(header):
+        if template.control_tokens.search(prompt):
+            raise DataError(f"the prompt does not end with {header!r}, as this model's chat template writes it")
+        return prompt_ids(tokenizer, [Message("user", prompt)]) + answer_ids(tokenizer, answer.lstrip())
+    ids: list[int] = []
+    context, *rest = prompt.removesuffix(header).split(header)
+    for piece in rest:
+        said, end, after = piece.partition(template.end_text) if template.end_text else ("", "", "")
+        if not end:  # the same words in somebody's message
+            context += header + piece
+            continue
+        ids += _encode_context(tokenizer, template, context + header, first=not ids)
+        ids += [*_encode_continuation(tokenizer, said + end)[:-1], template.end_ids[0]]
+        context = after
+    ids += _encode_context(tokenizer, template, context + header, first=not ids)
+    return ids + answer_ids(tokenizer, answer)
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
     ids: list[int]

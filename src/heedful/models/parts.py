@@ -255,20 +255,29 @@ class ScalarModel(Part):
             outputs: Tensor = self._head(hidden.float())
         return outputs
 
-    def _scalars(self, hidden: Tensor) -> Tensor:
+    def scalars(self, hidden: Tensor) -> Tensor:
+        """The scalar at each last hidden state [..., D], in float32."""
         return self._read_head(hidden)[..., 0]
+
+    def freeze_trunk(self) -> None:
+        """Leave the head alone to train."""
+        self.model.requires_grad_(False)
+        self._head.requires_grad_(True)
 
     def values(self, batch: TokenBatch) -> Tensor:
         """[B, T]: the scalar after each input token; entry t is the value of the state that predicts target t."""
-        return self._scalars(self.hidden(batch))
+        return self.scalars(self.hidden(batch))
 
     def ranking_scores(self, batch: RankingBatch) -> Tensor:
         """[P, K]: the scalar at the last token of every answer; meaningless where ``mask_PK`` is False."""
+        return self.scalars(self.ranking_states(batch)[batch.rows_PK, batch.columns_PK])
+
+    def ranking_states(self, batch: RankingBatch) -> Tensor:
+        """[R, T, D]: the last hidden states of the batch's rows."""
         mask: Tensor | None = batch.attention_mask_RT
         if batch.shared:
             mask = self._packed_mask(batch.attention_mask_RT, first_is_shared=True)
-        hidden_RTD = self._trunk(batch.ids_RT, mask, batch.position_ids_RT, rows_may_be_longer=batch.shared)
-        return self._scalars(hidden_RTD[batch.rows_PK, batch.columns_PK])
+        return self._trunk(batch.ids_RT, mask, batch.position_ids_RT, rows_may_be_longer=batch.shared)
 
     @torch.no_grad()
     def can_share_prompts(self) -> bool:
@@ -291,7 +300,7 @@ class ScalarModel(Part):
 
     def values_after(self, ids_NT: Tensor) -> Tensor:
         """[N]: the value after the last token of unpadded sequences (what is still to come of a cut answer)."""
-        return self._scalars(self.hidden_after(ids_NT))
+        return self.scalars(self.hidden_after(ids_NT))
 
     def scores(self, ids_NT: Tensor, attention_mask_NT: Tensor) -> Tensor:
         """[N]: the scalar at the last attended token, whatever side the padding is on and whatever the pad id is.
@@ -339,6 +348,11 @@ class ScalarModel(Part):
             for end in ends:
                 answer = answer.replace(end, "")
             sequences.append(prompt_ids(self.tokenizer, prompt) + answer_ids(self.tokenizer, answer))
+        return self.output_ids(sequences, micro_batch_tokens=micro_batch_tokens)
+
+    @torch.no_grad()
+    def output_ids(self, sequences: Sequence[Sequence[int]], *, micro_batch_tokens: int) -> list[list[float]]:
+        """Every output of the head per sequence of token ids, in the order given."""
         outputs: list[list[float]] = [[]] * len(sequences)
         for rows in _by_length([len(s) for s in sequences], micro_batch_tokens):
             width = len(sequences[rows[-1]])
