@@ -12,7 +12,7 @@ import yaml
 
 from heedful.errors import CheckpointError
 from heedful.records import EvaluationRow
-from heedful.report import figures
+from heedful.report import card, figures
 from heedful.report.collect import POLICY_STAGES, collect, evaluation_rows, flatten, last_samples, names_compared
 from heedful.runs.files import write_bytes, write_json
 from heedful.runs.folder import RunFolder
@@ -111,6 +111,7 @@ def render(run: RunFolder, report: dict[str, Any]) -> str:
         judges=judges,
         plain_metrics=plain_metrics,
         by_category={name: bars for name, m in judges.items() if (bars := _bars(m.get("by_category"), "win_rate"))},
+        card_view=card.view((report["reward_card"] or {}).get("card")),
         card_bars=_bars(((report["reward_card"] or {}).get("card") or {}).get("accuracy_by_category"), "accuracy"),
         examples=choose_examples(rows),
         num_unreadable=num_unreadable,
