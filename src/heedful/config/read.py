@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -22,7 +22,21 @@ from heedful.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads ``1e-5`` as a string; this loader reads it as the number that everybody means (CLI-01)."""
+    """YAML 1.1 reads ``1e-5`` as a string; this loader reads it as the number that everybody means (CLI-01).
+
+    A key that stands twice is refused: YAML would drop the first one, and half of a section with it.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys all differ."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    problem = f"the key {key.value!r} is there twice"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
@@ -80,7 +94,7 @@ def help_text(model: type[BaseModel] = Recipe, prefix: str = "") -> str:
             place = f"{prefix}{name}{keys}"
             lines += ["", f"{place}: {_first_line(section)}{optional}", help_text(section, f"{place}.")]
             continue
-        kind = re.sub(r"Annotated\[([\w.]+).*", r"\1", _type_name(field.annotation))
+        kind = _type_name(field.annotation)
         default = yaml.safe_dump(field.default, default_flow_style=True).split("\n")[0]
         lines.append(f"  --{prefix}{name}  ({kind}, default {default})\n        {field.description or ''}")
     return "\n".join(lines)
@@ -104,6 +118,8 @@ def _first_line(section: type[BaseModel]) -> str:
 def _type_name(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return "|".join(str(a) for a in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return _type_name(get_args(annotation)[0])
     if isinstance(annotation, type):
         return annotation.__name__
     return " or ".join("none" if a is type(None) else _type_name(a) for a in get_args(annotation)) or str(annotation)
@@ -145,6 +161,8 @@ def _explain(problem: Any, location: tuple[str, ...]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"unknown key {key!r}; {suggest(key)}"
     message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] in ("model_type", "dict_type"):
+        message = "Must be a section of keys, such as {key: value}"
     if not key:
         return message
     got = "" if isinstance(problem["input"], dict) else f", got {problem['input']!r}"

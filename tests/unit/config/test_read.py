@@ -34,6 +34,9 @@ def test_CLI_01_a_word_is_refused_with_key_and_value(tmp_path):
         ("sft:\n  learning_rate: 1e-5", "line 2: unknown key 'sft.learning_rate'; did you mean sft.op"),
         ("sft:\n  num-epochs: 3", "line 2: unknown key 'sft.num-epochs'; did you mean sft.epochs"),
         ("ppo_steps: 3", "line 1: unknown key 'ppo_steps'"),
+        ("sft: {}\nppo: {steps: 3}\nppo: {epochs: 2}", "line 3: not valid YAML: the key 'ppo' is there twice"),
+        ("ppo:\n  kl: [1, 2]", r"line 2: ppo.kl: must be a section of keys, such as {key: value}, got \[1, 2\]"),
+        ("ppo:\n  rewards: short", r"line 2: ppo.rewards: must be a section of keys, .*, got 'short'"),
     ],
 )  # fmt: skip
 def test_CLI_02_unknown_keys_are_refused_with_the_nearest(tmp_path, text, message):
@@ -110,6 +113,8 @@ def test_help_explains_every_key():
     for key in dotted_keys(Recipe):
         assert f"--{key}  (" in text or f"{key}: " in text, key
     assert "        \n" not in text, "a key without a description"
+    assert "--ppo.kl.target  (float or none, default null)" in text
+    assert "metadata" not in text, "a type that is no word"
 
 
 def test_a_partly_written_section_keeps_the_other_defaults(tmp_path):
