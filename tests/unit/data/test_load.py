@@ -106,6 +106,19 @@ def test_the_wrong_kind_of_file_is_refused(tmp_path: Path) -> None:
         load(path, kind="pairs")
 
 
+@pytest.mark.parametrize(("column", "value"), [("label", "42"), ("label", 42), ("topic", "sums")])
+def test_extra_columns_of_prompts_reach_the_rewards(tmp_path: Path, column: str, value: object) -> None:
+    """A reward server is sent the column ``label`` (page 6)."""
+    (prompt,) = load_prompts(write(tmp_path / "a.jsonl", {"prompt": "6 · 7?", column: value}))
+    assert prompt.info == {column: value}
+
+
+@pytest.mark.parametrize("row", [{"label": True}, {"answer": "42", "label": 1}, {"completion": "42", "label": "good"}])
+def test_a_label_that_judges_an_answer_makes_no_prompt(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="no known format fits"):
+        load_prompts(write(tmp_path / "a.jsonl", {"prompt": "6 · 7?"} | row))
+
+
 def test_prompts_of_rankings_come_once(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", pair(1, "Q"), pair(2, "Q"), pair(3, "R"))
     loaded = load(path, kind="prompts")

@@ -91,7 +91,9 @@ def _parse_prompt(row: Fields) -> Prompt:
 
 
 def _looks_prompt(row: Fields) -> str | None:
-    if answer := next((key for key in ANSWER_KEYS if key in row and key != "answer"), None):
+    # What a reward may look up; but a label beside an answer, or one that is true or false, judges an answer.
+    ours = "answer" if "answer" in row or isinstance(row.get("label"), bool) else "label"
+    if answer := next((key for key in ANSWER_KEYS if key in row and key != ours), None):
         return f"it has {answer!r}, so it is more than a prompt"
     return None if _key(row, _ASKED) else f"no prompt (one of the fields {', '.join(_ASKED)})"
 
