@@ -269,7 +269,7 @@ class Calibration(Record):
     """Expected calibration error: mean of |confidence − accuracy| over the bins."""
     low: float
     high: float
-    """95 % bootstrap interval, prompts resampled, less the bias of resampling."""
+    """95 % bootstrap interval of the true error, prompts resampled, bias taken out; from 0 where chance explains it."""
     by_chance: float
     """What 95 % of perfectly calibrated models with these scores would stay below on so few pairs."""
     overconfidence: float
@@ -372,6 +372,8 @@ class RewardCard(Record):
     length_fit: LengthFit | None = None
     margins: dict[str, float] = field(default_factory=dict)
     """Score of the better answer − score of the worse one: quantiles over the pairs ("0.05", "0.5", …)."""
+    score_quantiles: dict[str, float] = field(default_factory=dict)
+    """Of the same answers as ``score_mean``, by the quantile ("0.05", "0.5", …)."""
     calibration: Calibration | None = None
     gold_controls: PassRate | None = None
     """Rankings or answers with a known place; they count nowhere else."""

@@ -99,11 +99,16 @@ def build_card(
         shorter_wins=part(longer_M < 0),
         prefers_longer=_mean_over_prompts((1 + longer_M * np.sign(margin_M)) / 2, pairs),
         length_fit=length_fit(num_chars_A, pairs, overall, margin_M, seed=seed),
-        margins={str(q): float(v) for q, v in zip(QUANTILES, np.quantile(margin_M, QUANTILES), strict=True)},
+        margins=_quantiles(margin_M),
+        score_quantiles=_quantiles(scores_A),
         calibration=calibration(scores_A, pairs, seed=seed),
         gold_controls=_gold(rankings),
         baits=_baits(rankings, seed=seed),
     )
+
+
+def _quantiles(values: np.ndarray) -> dict[str, float]:
+    return {str(q): float(v) for q, v in zip(QUANTILES, np.quantile(values, QUANTILES), strict=True)}
 
 
 def _ordinary(ranking: ScoredRanking) -> ScoredRanking:

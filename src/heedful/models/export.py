@@ -14,7 +14,10 @@ from heedful.errors import ModelError
 from heedful.models.folders import atomic_folder, quiet, remove_leftovers
 from heedful.models.load import scalar_head
 from heedful.models.lora import base_of, is_adapted, merged_state, num_merged
+from heedful.models.parts import ScalarModel
 from heedful.models.tokens import agree, end_ids
+from heedful.models.verify import SELF_TEST, self_test
+from heedful.models.verify import verify_reward as verify_reward
 from heedful.records import RewardCard
 
 
@@ -51,10 +54,12 @@ def save_reward(
     """Write a reward model's folder, one for ``AutoModelForSequenceClassification``, vLLM, OpenRLHF and RewardBench.
 
     One label, ``problem_type`` regression (so that no pipeline applies a sigmoid), a pad id that is no end token, chat
-    template in the folder; ``reward_norm.json`` holds mean and deviation of the scores, as does the config.
+    template in the folder; ``reward_norm.json`` holds mean, deviation and quantiles of the scores (the config mean and
+    deviation), ``reward_selftest.json`` twenty texts with the scores of this very model (see :func:`verify_reward`).
 
     Args:
         score_mean, score_std: over held-out answers, in raw score units.
+        card: kept in ``reward_card.json``; its quantiles go into ``reward_norm.json``.
 
     Returns:
         the number of tensors that adapters were merged into.
@@ -65,11 +70,21 @@ def save_reward(
     scalar_head(base_of(model))
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in end_ids(tokenizer, base_of(model)):
         raise ModelError("the pad token ends turns too, so other tools would score one token early; see ensure_pad")
-    extra: dict[str, Any] = {"reward_norm.json": {"mean": score_mean, "std": score_std}}
+    quantiles = card.score_quantiles if card is not None else {}
+    extra: dict[str, Any] = {
+        "reward_norm.json": {"mean": score_mean, "std": score_std, "quantiles": quantiles},
+        SELF_TEST: self_test(_as_saved(model, tokenizer, dtype)),
+    }
     if card is not None:
         extra["reward_card.json"] = card.to_json()
     settings = {"problem_type": "regression", "num_labels": 1, "mean": score_mean, "std": score_std}
     return _save(model, tokenizer, Path(path), dtype, extra, settings)
+
+
+def _as_saved(model: Any, tokenizer: Any, dtype: torch.dtype | None) -> ScalarModel:
+    """The live model as a part that computes in the precision of the saved weights, or else of its own."""
+    weight = next(base_of(model).base_model.parameters())
+    return ScalarModel(model, tokenizer, weight.device, dtype or weight.dtype)
 
 
 def load_reward_card(path: Path | str) -> RewardCard | None:

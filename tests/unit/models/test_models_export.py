@@ -127,14 +127,15 @@ def test_EXP_03_the_stock_classifier_gives_the_same_scores(
 
     part = build_scalar(folder(kind), lora=lora, device=CPU, dtype=F32, new_head=True)
     move(part.model)
-    card = RewardCard("out", 0.8, 0.7, 0.9, 10, 60)
+    card = RewardCard("out", 0.8, 0.7, 0.9, 10, 60, score_quantiles={"0.5": 0.4})
     save_reward(part.model, part.tokenizer, tmp_path / "out", score_mean=0.5, score_std=2.0, card=card)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == [f"{kind}ForSequenceClassification"]
     assert len(config["id2label"]) == 1 and config["problem_type"] == "regression"
     assert config["pad_token_id"] not in (None, part.tokenizer.eos_token_id)
     assert (config["mean"], config["std"]) == (0.5, 2.0)
-    assert json.loads((tmp_path / "out" / "reward_norm.json").read_text()) == {"mean": 0.5, "std": 2.0}
+    norm = json.loads((tmp_path / "out" / "reward_norm.json").read_text())
+    assert norm == {"mean": 0.5, "std": 2.0, "quantiles": {"0.5": 0.4}}
     assert RewardCard.from_json(json.loads((tmp_path / "out" / "reward_card.json").read_text())) == card
 
     stock, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
