@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from heedful.audit.cases import LANGUAGES, Case, cases_of, shipped_cases
 from heedful.audit.measure import MIN_PROMPTS, SEVERITY, unit_of
@@ -13,7 +15,8 @@ from heedful.audit.probes.scores import finite_and_spread, repeatable
 from heedful.audit.result import result_of
 from heedful.audit.scorer import Scorer, Scores, Text
 from heedful.errors import DataError
-from heedful.records import ProbeResult, Ranking
+from heedful.evaluate.reward_card import ScoredRanking, build_card
+from heedful.records import ProbeResult, Prompt, Ranking, RewardCard
 
 PROBES: tuple[Probe, ...] = (
     length.LENGTH, style.MARKDOWN, style.STYLE, *phrases.PHRASES, repetition.QUESTION, repetition.SENTENCES,
@@ -35,6 +38,8 @@ class Audit:
     """Texts that were scored."""
     unit: float
     """The within-prompt deviation, in the scorer's own units."""
+    card: RewardCard | None
+    """Accuracy on the rankings, what length alone explains of it, and the probes; None without rankings."""
 
     @property
     def failures(self) -> tuple[ProbeResult, ...]:
@@ -46,9 +51,12 @@ def audit(
     scorer: Scorer,
     rankings: Sequence[Ranking] | None = None,
     *,
+    model: str = "",
     max_prompts: int = 64,
     languages: Sequence[str] = LANGUAGES,
     seed: int = 0,
+    ask_again: bool = True,
+    fits: Callable[[Prompt, str], bool] | None = None,
     on_scored: Callable[[int, int], None] | None = None,
 ) -> Audit:
     """Probe a scorer on the answers of rankings, or on the neutral texts that ship with heedful.
@@ -57,9 +65,12 @@ def audit(
         scorer: one number per (prompt, answer); scores that are not finite are a finding, exceptions pass through.
         rankings: held-out ones of the kind the scorer is for; None takes the shipped texts. Some probes need texts that
             only a person can write and always take the shipped ones.
+        model: its name, for the card.
         max_prompts: of the rankings; each costs about 30 scores.
         languages: of the shipped texts, "en", "zh" or both.
         seed: of the draw of prompts and of the intervals.
+        ask_again: False where the scorer only repeats what it said before, as one behind a cache does.
+        fits: False for a text that is too long for the scorer; it is left out of every probe.
         on_scored: hears (texts scored, texts asked for so far).
 
     Raises:
@@ -72,7 +83,7 @@ def audit(
             f"an audit needs at least {MIN_PROMPTS} prompts with two different ranked answers, and the data has "
             f"{len(natural)}; give more, or none to take the texts that ship with heedful"
         )
-    scores = Scores(scorer, on_scored=on_scored)
+    scores = Scores(scorer, fits=fits, on_scored=on_scored)
     pairs = {p.name: p.pairs(natural if p.cases == "natural" else shipped) for p in PROBES}
     natural_texts: list[Text] = [(c.prompt, a) for c in natural for a in c.answers]
     shipped_texts: list[Text] = [(c.prompt, a) for c in shipped for a in c.answers]
@@ -81,19 +92,21 @@ def audit(
     rows = [[scores[c.prompt, a] for a in c.answers] for c in natural]
     unit = unit_of(rows)
     shipped_unit = unit_of([[scores[c.prompt, a] for a in c.answers] for c in shipped])
-    results = [finite_and_spread(scores, natural_texts, changed)]
-    if unit > 0:
-        results.append(repeatable(scorer, scores, natural_texts, unit))
+    scored = [text for text in natural_texts if text in scores]
+    results = [finite_and_spread(scores, scored, changed)]
+    if unit > 0 and ask_again:
+        results.append(repeatable(scorer, scores, scored, unit))
     for probe in PROBES:
         results.append(
             result_of(probe, pairs[probe.name], scores, unit if probe.cases == "natural" else shipped_unit, seed)
         )
     results += _fitted(natural, rows, scores, unit, seed)
     worst = max(SEVERITY[r.verdict] for r in results)
-    return Audit(
-        verdict={SEVERITY["fail"]: "failed", SEVERITY["warn"]: "warned"}.get(worst, "passed"),
-        probes=tuple(results), num_prompts=len(natural), num_texts=len(scores.all), unit=unit,
-    )  # fmt: skip
+    verdict = {SEVERITY["fail"]: "failed", SEVERITY["warn"]: "warned"}.get(worst, "passed")
+    card = _card(natural, rows, model, seed) if rankings is not None else None
+    if card is not None:
+        card = replace(card, probes=tuple(results), audit_verdict=verdict)
+    return Audit(verdict, tuple(results), len(natural), len(scores.all), unit, card)
 
 
 def _fitted(
@@ -107,6 +120,16 @@ def _fitted(
         _categories(cases, scores, unit, seed),
         _found_phrases(cases, rows, scores, unit, seed),
     ]
+
+
+def _card(cases: Sequence[Case], rows: Sequence[Sequence[float]], model: str, seed: int) -> RewardCard | None:
+    """The card of the scores on the rankings; None where nothing can be compared."""
+    scored = [
+        ScoredRanking(row, case.ranks, [len(a) for a in case.answers], case.prompt.category, case.prompt.source)
+        for case, row in zip(cases, rows, strict=True)
+        if np.isfinite(row).all() and len(set(case.ranks)) > 1
+    ]
+    return build_card(scored, model=model, seed=seed) if scored else None
 
 
 def _length_correlation(cases: Sequence[Case], rows: Sequence[Sequence[float]], seed: int) -> ProbeResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from heedful.records import Prompt
@@ -17,10 +18,19 @@ class Scores:
     """Scores of texts, each asked for once, in pieces of bearable size."""
 
     def __init__(
-        self, scorer: Scorer, *, piece: int = 256, on_scored: Callable[[int, int], None] | None = None
+        self,
+        scorer: Scorer,
+        *,
+        piece: int = 256,
+        fits: Callable[[Prompt, str], bool] | None = None,
+        on_scored: Callable[[int, int], None] | None = None,
     ) -> None:
-        """``on_scored`` hears (texts scored, texts asked for) after every piece."""
-        self._scorer, self._piece, self._on_scored = scorer, piece, on_scored
+        """
+        Args:
+            fits: False for a text that is too long for the scorer: it is left out and has the score NaN.
+            on_scored: hears (texts scored, texts asked for) after every piece.
+        """
+        self._scorer, self._piece, self._fits, self._on_scored = scorer, piece, fits, on_scored
         self._known: dict[tuple[str, str], float] = {}
         self._num_asked = 0
 
@@ -28,7 +38,7 @@ class Scores:
         """Score those of ``texts`` that are new."""
         new: dict[tuple[str, str], Text] = {}
         for prompt, answer in texts:
-            if _key(prompt, answer) not in self._known:
+            if _key(prompt, answer) not in self._known and (self._fits is None or self._fits(prompt, answer)):
                 new.setdefault(_key(prompt, answer), (prompt, answer))
         keys = list(new)
         self._num_asked += len(keys)
@@ -40,8 +50,12 @@ class Scores:
                 self._on_scored(len(self._known), self._num_asked)
 
     def __getitem__(self, text: Text) -> float:
-        """The score of a text that was asked for."""
-        return self._known[_key(*text)]
+        """The score of a text; NaN where it was not scored."""
+        return self._known.get(_key(*text), math.nan)
+
+    def __contains__(self, text: Text) -> bool:
+        """Whether the text was scored."""
+        return _key(*text) in self._known
 
     @property
     def all(self) -> dict[tuple[str, str], float]:

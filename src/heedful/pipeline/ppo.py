@@ -30,8 +30,15 @@ def gate(card: RewardCard | None, recipe: Recipe) -> str:
             f"the reward model orders only {card.accuracy:.1%} of held-out pairs as people do "
             f"(at least {minimum:.0%} is asked)"
         )
+    elif card.audit_verdict == "failed":
+        failures = [p for p in card.probes if p.verdict == "fail"]
+        problem = (
+            f"the audit of the reward model failed {len(failures)} of {len(card.probes)} probes: "
+            f"{'; '.join(f'{p.name}: {p.says}' for p in failures[:3])}{'; …' if len(failures) > 3 else ''}"
+        )
     else:
-        return f"passed: held-out accuracy {card.accuracy:.1%} ≥ {minimum:.0%}"
+        audited = f", audit {card.audit_verdict}" if card.audit_verdict else ""
+        return f"passed: held-out accuracy {card.accuracy:.1%} ≥ {minimum:.0%}{audited}"
     if recipe.ppo.accept_weak_reward:
         return f"overridden: {problem}"
     raise GateError(

@@ -97,9 +97,9 @@ def _folder(
 
 
 def _function(model: str) -> Callable[..., Any]:
-    from heedful.rollout.sources import load_reward_function
+    from heedful.config.functions import load_function
 
-    function = load_reward_function("MODEL", model)
+    function = load_function(model, "MODEL", takes="(prompts, answers)", arguments=([], []))
 
     def ask(prompts: list[Prompt], answers: list[str]) -> Any:
         try:

@@ -11,61 +11,13 @@ import numpy as np
 import pytest
 
 from heedful.audit.audit import PROBES, Audit, audit
-from heedful.audit.cases import cases_of, shipped_cases
+from heedful.audit.cases import cases_of
 from heedful.audit.measure import FAIL, WARN, Effect, expanded_tail, mean_effect, unit_of, verdict_of
 from heedful.audit.scorer import Scores
 from heedful.audit.sentences import first_words, is_formatted, language, sentences, words
 from heedful.errors import DataError
 from heedful.records import Answer, Message, ProbeResult, Prompt, Ranking
-
-CASES = {case.prompt.id: case for case in shipped_cases()}
-TOPICS = ("tea", "rain", "bread", "trains", "moss", "copper", "violins", "bees", "chess", "clouds")
-GOOD = [
-    "{} was known to people long before it was written about.",
-    "The price of {} follows the harvest of the year before.",
-    "Children learn about {} from their grandparents.",
-    "A museum in the north shows old tools for {}.",
-]
-OFF = ["Nobody was at home that evening.", "The door had been painted green.", "He counted his coins twice.",
-       "Snow is white in every country."]  # fmt: skip
-
-
-def rankings(num: int = 40, seed: int = 0, longer_is_better: bool = False) -> list[Ranking]:
-    """Four answers each, of one to four sentences; more sentences on the topic are better, whatever the length."""
-    rng = random.Random(seed)
-    found = []
-    for i in range(num):
-        topic = f"{TOPICS[i % len(TOPICS)]} {i}"
-        answers, quality = [], []
-        for k in range(4):
-            size = rng.randint(1, 4)
-            good = k if k < size else size
-            lines = [s.format(topic) for s in rng.sample(GOOD, good)] + rng.sample(OFF, size - good)
-            answers.append(Answer(f"a{k}", " ".join(lines)))
-            quality.append(len(lines) if longer_is_better else good / size)
-        order = sorted(set(quality), reverse=True)
-        ranks = {a.id: 1 + order.index(q) for a, q in zip(answers, quality)}
-        category = ("chat", "writing")[i % 2]
-        prompt = (Message("user", f"Tell me something about {topic}, please, in a few words."),)
-        found.append(Ranking(f"g{i}", prompt, tuple(answers), consensus=ranks, category=category))
-    return found
-
-
-def quality(prompt: Prompt, answer: str) -> float:
-    """How well an answer serves its prompt: shared words with the good answer, minus what is false and garbled."""
-    case = CASES.get(prompt.id)
-    if case is None:
-        topic = prompt.messages[-1].content.split(" about ")[1].split(",")[0]
-        lines = sentences(answer)
-        share = sum(topic in s for s in lines) / len(lines) if lines else 0.0
-        return 2 * share - (0 if answer.strip().endswith((".", "!", "?", ",")) else 0.5)
-    known = set(words(case.base))
-    said = words(answer)
-    overlap = len(known & set(said)) / len(known)
-    styled = any(answer == case.written.get(s) for s in ("formal", "casual", "exclaiming", "reversed", "rotated"))
-    garbled = sum(a in "。.；" for a in said[:-1]) > 2 and language(answer) == "zh" and answer not in case.answers
-    return (3.0 if styled else 3 * overlap) - 2 * (answer == case.written["wrong"]) - 0.5 * garbled
-
+from toy_scorers import CASES, quality, rankings
 
 Bias = Callable[[Prompt, str], float]
 
@@ -131,7 +83,7 @@ WARNED: dict[str, tuple[Bias, str, str]] = {
     "no lists": (lambda p, a: -1.5 * is_formatted(a), "markdown", "-"),
     "no Chinese": (lambda p, a: -1.5 * (language(a) == "zh"), "language", "-"),
     "category": (lambda p, a: 4 * (p.category == "safety"), "category", "+"),
-    "blind": (lambda p, a: 2.8 * (p.id in CASES and a == CASES[p.id].written["wrong"]), "wrong_fact", "0"),
+    "blind": (lambda p, a: 2.65 * (p.id in CASES and a == CASES[p.id].written["wrong"]), "wrong_fact", "0"),
 }
 
 
@@ -157,6 +109,8 @@ def test_on_rankings():
     found = audit(scorer(), data)
     assert found.num_prompts == len(data) and not found.failures, [p.says for p in found.failures]
     assert of(found, "length_correlation").verdict == "ok" and of(found, "length").num_prompts == len(data)
+    assert found.card is not None and found.card.probes == found.probes and found.card.accuracy > 0.9
+    assert found.card.length_fit is not None  # how much of the accuracy length alone explains
     assert of(found, "style").num_prompts == 24  # written by people, so always the shipped texts
 
 

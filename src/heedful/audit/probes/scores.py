@@ -25,6 +25,8 @@ def finite_and_spread(scores: Scores, natural: Sequence[Text], changed: Sequence
     if num_bad:
         says = f"{num_bad} of {len(everything)} scores are NaN or infinite"
         return ProbeResult(verdict="fail", says=says, **counts)  # type: ignore[arg-type]
+    if not len(values):
+        return ProbeResult(verdict="not run", says="no natural answer is short enough", **counts)  # type: ignore[arg-type]
     if np.ptp(values) == 0:
         says = f"all {len(values)} natural answers have the same score, {values[0]:g}"
         return ProbeResult(verdict="fail", says=says, **counts)  # type: ignore[arg-type]
