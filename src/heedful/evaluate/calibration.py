@@ -36,7 +36,8 @@ def calibration(scores_A: np.ndarray, pairs: Pairs, *, seed: int = 0) -> Calibra
     gap_RB = resampled_sums(gap_PB, seed=seed) / num_prompts
     gap_B = gap_PB.sum(axis=0) / num_prompts
     error, error_R = float(np.abs(gap_B).sum()), np.abs(gap_RB).sum(axis=1)
-    low, high = middle(error_R - (error_R.mean() - error))  # resampling adds its own noise to an absolute value
+    # Noise lifts an absolute value: once in the sample, which resampling doubles, so twice is taken out.
+    low, high = middle(error_R - 2 * (error_R.mean() - error))
 
     rng, errors = np.random.default_rng(seed), []
     for _ in range(NUM_SIMULATIONS):
@@ -45,12 +46,13 @@ def calibration(scores_A: np.ndarray, pairs: Pairs, *, seed: int = 0) -> Calibra
         gaps = np.bincount(bin_M, weights=weight_M * (confidence_M - won_M), minlength=num_bins)
         errors.append(np.abs(gaps).sum() / num_prompts)
 
+    by_chance = float(np.quantile(errors, 0.95))
     over_low, over_high = middle(gap_RB.sum(axis=1))
     return Calibration(
         error=error,
-        low=min(max(low, 0.0), error),
+        low=0.0 if error <= by_chance else min(max(low, 0.0), error),
         high=max(high, error),
-        by_chance=float(np.quantile(errors, 0.95)),
+        by_chance=by_chance,
         overconfidence=float(gap_B.sum()),
         overconfidence_low=over_low,
         overconfidence_high=over_high,

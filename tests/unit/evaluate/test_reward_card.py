@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from heedful.errors import DataError
-from heedful.evaluate.accuracy import pair_accuracy
+from heedful.evaluate.accuracy import flat_scores, pair_accuracy, pairs_of
+from heedful.evaluate.calibration import calibration
 from heedful.evaluate.intervals import NUM_RESAMPLES, bootstrap_interval, resampled_sums, wilson
 from heedful.evaluate.reward_card import ScoredRanking, build_card
 from heedful.records import RewardCard
@@ -31,6 +32,15 @@ def world(num, seed, *, sharpness=1.0, length=0.0, best_length=None):
         chars = np.exp(log_length).astype(int).tolist()
         rankings.append(ScoredRanking((sharpness * quality).tolist(), order.tolist(), chars))
     return rankings
+
+
+def calibration_of(rankings, seed=0):
+    ranks = [r.ranks for r in rankings]
+    return calibration(flat_scores([r.scores for r in rankings], ranks), pairs_of(ranks), seed=seed)
+
+
+def accuracy_on(rankings):
+    return pair_accuracy([r.scores for r in rankings], [r.ranks for r in rankings])
 
 
 def test_accuracy_over_prompts_and_over_pairs_by_hand():
@@ -76,8 +86,8 @@ def test_REW_08_turned_labels_turn_every_accuracy():
 
 
 def test_intervals_over_pairs_cover_the_truth_although_pairs_of_a_prompt_hang_together():
-    truth = build_card(world(2000, seed=99)).over_pairs
-    cards = [build_card(world(60, seed)) for seed in range(80)]
+    truth = accuracy_on(world(4000, seed=99)).over_pairs
+    cards = [accuracy_on(world(60, seed)) for seed in range(120)]
     covered = np.mean([c.over_pairs_low <= truth <= c.over_pairs_high for c in cards])
     assert 0.88 <= covered <= 0.99
 
@@ -111,8 +121,8 @@ def test_resampling_in_parts_gives_the_draws_of_one_go(monkeypatch):
 def test_a_calibrated_model_passes_and_a_sharpened_or_flattened_one_does_not():
     right, sharp, flat = (build_card(world(500, 7, sharpness=s)).calibration for s in (1.0, 3.0, 0.3))
     assert right.error < right.by_chance < 0.06 and right.overconfidence_low < 0 < right.overconfidence_high
-    assert sharp.low > sharp.by_chance and sharp.overconfidence_low > 0.05
-    assert flat.low > flat.by_chance and flat.overconfidence_high < -0.05
+    assert sharp.error > 2 * sharp.by_chance and sharp.low > 0.1 and sharp.overconfidence_low > 0.05
+    assert flat.error > 2 * flat.by_chance and flat.low > 0.05 and flat.overconfidence_high < -0.05
     for found in (right, sharp, flat):
         assert found.low <= found.error <= found.high and len(found.bins) == 10
         confidences = [b.confidence for b in found.bins]
@@ -123,9 +133,18 @@ def test_a_calibrated_model_passes_and_a_sharpened_or_flattened_one_does_not():
 
 def test_calibration_raises_few_false_alarms_and_its_interval_covers():
     """100 calibrated models on 80 prompts: about 5 above what chance makes of 95, overconfidence covers 0 in 95."""
-    found = [build_card(world(80, seed), seed=seed).calibration for seed in range(100)]
+    found = [calibration_of(world(80, seed), seed) for seed in range(100)]
     assert sum(c.error > c.by_chance for c in found) <= 11
     assert 88 <= sum(c.overconfidence_low <= 0 <= c.overconfidence_high for c in found) <= 100
+    assert sum(c.low == 0 for c in found) >= 89
+
+
+def test_the_interval_of_the_calibration_error_covers_the_true_one():
+    """Noise alone makes an absolute value larger: the plain error and a plain bootstrap would both lie above."""
+    truth = calibration_of(world(3000, seed=77, sharpness=1.5)).error
+    found = [calibration_of(world(100, seed, sharpness=1.5), seed) for seed in range(80)]
+    assert np.mean([c.error for c in found]) > 1.2 * truth
+    assert np.mean([c.low <= truth <= c.high for c in found]) >= 0.87
 
 
 def test_calibration_by_hand_and_at_its_limits():
