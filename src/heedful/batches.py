@@ -76,6 +76,14 @@ class RankingBatch:
     """int64 [P, K]; 1 = best, equal = tie"""
     mask_PK: Tensor
     """bool [P, K]; True = a real answer"""
+    baits_PK: Tensor
+    """bool [P, K]; True = fluent and wrong on purpose"""
+    lengths_PK: Tensor
+    """int64 [P, K]; tokens of each answer, which end at its last token"""
+    strengths_PKK: Tensor
+    """float32 [P, K, K]; by how much the better of two answers leads"""
+    targets_PKK: Tensor | None = None
+    """float32 [P, K, K]; P(i better than j), NaN = nobody compared them; None = the ranks say all"""
     ids: tuple[str, ...] = ()
     """group ids, for messages"""
     shared: bool = False

@@ -70,6 +70,12 @@ TABLE: dict[str, dict[str, Any]] = {
         **{f"reward.optimizer.{key}": value for key, value in OPTIMIZER.items()},
         **{f"reward.lora.{key}": (value, {"reward.lora": LORA}) for key, value in LORA_KEYS.items()},
         **{f"reward.checkpoint.{key}": value for key, value in CHECKPOINT.items()},
+        "reward.labels": ("scores", {"data.rankings": "{data}/judged.jsonl"}),
+        "reward.ties": ("half", {"data.rankings": "{data}/judged.jsonl"}), "reward.margin": 0.5,
+        "reward.form": "every_token", "reward.zero_centre": 0.5, "reward.length_penalty": 1.0,
+        "reward.length_head": True, "reward.max_spread": 0.01, "reward.baits_per_ranking": 1, "reward.train": "head",
+        "reward.keep": ("best", {"reward.evaluate_every_steps": 1, "reward.epochs": 6}),
+        "reward.learning_curve": [0.5],
     },
     "ppo": {
         "model.reward": "{other_reward}", "data.prompts": "{data}/more-prompts.jsonl", "ppo.steps": 2,
@@ -160,6 +166,10 @@ class World:
             for n in range(12)
         ]  # fmt: skip
         write(self._folder / "rankings.jsonl", rankings)
+        judged = [(0.9, 0.6, 0.6) if n % 2 else (0.8, 0.5, 0.1) for n in range(len(rankings))]
+        write(self._folder / "judged.jsonl", (
+            {**ranking, "answers": [{**a, "score": s} for a, s in zip(ranking["answers"], scores, strict=True)]}
+            for ranking, scores in zip(rankings, judged, strict=True)))  # fmt: skip
         write(self._folder / "more-rankings.jsonl", [{**r, "id": r["id"] + "x"} for r in rankings[6:]])
         write(self._folder / "prompts.jsonl", ({"prompt": f"Ask {n}"} for n in range(6)))
         write(self._folder / "more-prompts.jsonl", ({"prompt": f"Tell me {n}"} for n in range(6)))

@@ -72,8 +72,9 @@ def ranking_batch(samples: Sequence[RankingSample], pad_id: int, *, share_prompt
     if not samples:
         raise DataError("a batch needs at least one ranking")
     P, K = len(samples), max(len(sample.sequences) for sample in samples)
-    rows_PK, columns_PK, ranks_PK = (torch.zeros(P, K, dtype=torch.int64) for _ in range(3))
-    mask_PK = torch.zeros(P, K, dtype=torch.bool)
+    rows_PK, columns_PK, ranks_PK, lengths_PK = (torch.zeros(P, K, dtype=torch.int64) for _ in range(4))
+    mask_PK, baits_PK = (torch.zeros(P, K, dtype=torch.bool) for _ in range(2))
+    strengths_PKK, targets_PKK = torch.zeros(P, K, K), torch.ones(P, K, K)
     ids: list[list[int]] = []
     numbers: list[list[int]] = []
     positions: list[list[int]] = []
@@ -89,7 +90,14 @@ def ranking_batch(samples: Sequence[RankingSample], pad_id: int, *, share_prompt
                 positions.append(list(range(len(sequence))))
                 numbers.append([1] * num_prompt + [2 if share_prompts else 1] * (len(sequence) - num_prompt))
             rows_PK[p, k], columns_PK[p, k], ranks_PK[p, k] = len(ids) - 1, len(ids[-1]) - 1, rank
-            mask_PK[p, k] = True
+            lengths_PK[p, k], mask_PK[p, k] = len(sequence) - num_prompt, True
+        num = len(sample.sequences)
+        baits_PK[p, :num] = torch.tensor([kind == "bait" for kind in sample.kinds or [""] * num])
+        ranks_K = ranks_PK[p, :num]
+        distance_KK = (ranks_K[:, None] - ranks_K).abs().float()
+        strengths_PKK[p, :num, :num] = distance_KK if sample.strengths is None else torch.tensor(sample.strengths)
+        if sample.targets is not None:
+            targets_PKK[p, :num, :num] = torch.tensor(sample.targets)
     return RankingBatch(
         ids_RT=_padded(ids, pad_id),
         attention_mask_RT=_padded(numbers, 0),
@@ -98,6 +106,10 @@ def ranking_batch(samples: Sequence[RankingSample], pad_id: int, *, share_prompt
         columns_PK=columns_PK,
         ranks_PK=ranks_PK,
         mask_PK=mask_PK,
+        baits_PK=baits_PK,
+        lengths_PK=lengths_PK,
+        strengths_PKK=strengths_PKK,
+        targets_PKK=None if all(sample.targets is None for sample in samples) else targets_PKK,
         ids=tuple(sample.group_id for sample in samples),
         shared=share_prompts,
     )

@@ -9,13 +9,14 @@ Rules, in this order:
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
 
-from heedful.records import Judgement, PreferencePair, Ranking
+from heedful.records import Answer, Judgement, PreferencePair, Ranking
 
 
 def judgements_once(ranking: Ranking) -> list[Judgement]:
@@ -62,6 +63,30 @@ def votes(judgements: Iterable[Judgement], first: str, second: str) -> tuple[int
     return wins, losses, ties
 
 
+def without_controls(rankings: Iterable[Ranking]) -> list[Ranking]:
+    """What may be trained on: no control items, and no answers with a known place in the others."""
+    kept = [ranking for ranking in rankings if ranking.gold is None]
+    return [dataclasses.replace(r, answers=tuple(a for a in r.answers if a.kind != "gold")) for r in kept]
+
+
+def gold_ranks(control: Ranking) -> dict[str, int]:
+    """Ranks by answer id that agree with a control item's own (better, worse) pairs; other answers are absent."""
+    pairs = control.gold or ()
+    ranks = {answer_id: 1 for pair in pairs for answer_id in pair}
+    for _ in ranks:  # the longest chain has at most so many links
+        for better, worse in pairs:
+            ranks[worse] = max(ranks[worse], ranks[better] + 1)
+    return ranks
+
+
+def strength(ranking: Ranking, better: Answer, worse: Answer) -> float | None:
+    """By how much an answer is better, as the data say: the margin of a pair, or the difference of judge scores."""
+    margin: float | None = ranking.info.get("margin") if len(ranking.answers) == 2 else None
+    if margin is None and better.score is not None and worse.score is not None:
+        margin = better.score - worse.score
+    return margin
+
+
 def to_pairs(ranking: Ranking, *, min_agree_fraction: float = 0.0) -> list[PreferencePair]:
     """All pairs of answers that the consensus does not tie, better one first. Equal texts make no pair.
 
@@ -81,9 +106,7 @@ def to_pairs(ranking: Ranking, *, min_agree_fraction: float = 0.0) -> list[Prefe
         agree = (wins + ties / 2) / num_votes if num_votes else 1.0
         if agree < min_agree_fraction:
             continue
-        margin = ranking.info.get("margin") if len(ranking.answers) == 2 else None
-        if margin is None and better.score is not None and worse.score is not None:
-            margin = better.score - worse.score
+        margin = strength(ranking, better, worse)
         pairs.append(
             PreferencePair(
                 group_id=ranking.group_id,

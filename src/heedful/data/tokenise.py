@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from heedful.data import chat
+from heedful.data.labels import Labels, soft_labels, strengths
 from heedful.errors import DataError
 from heedful.records import Demonstration, Prompt, Ranking, TokenSample
 
@@ -35,6 +37,12 @@ class RankingSample:
     source: str = ""
     kinds: tuple[str, ...] = ()
     """Of the answers, as in :class:`~heedful.records.Answer`; () = all sampled"""
+    targets: list[list[float]] | None = None
+    """P(i better than j), NaN = nobody compared them; None = the ranks say all"""
+    strengths: list[list[float]] | None = None
+    """By how much i leads j or j leads i; None = the distance of their ranks"""
+    gold: tuple[tuple[int, int], ...] = ()
+    """Places of the (better, worse) answers of a control item"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +169,8 @@ def rankings(
     max_tokens: int,
     max_prompt_tokens: int | None = None,
     too_long: TooLong = "drop",
+    labels: Labels = "ranks",
+    keep_all_tied: bool = False,
 ) -> Tokenised[RankingSample]:
     """Rankings as K sequences of at most ``max_tokens`` ids with one common prompt.
 
@@ -170,9 +180,11 @@ def rankings(
         too_long: "drop" leaves out a ranking whose prompt is too long and every answer that does not fit. "cut" cuts
             the prompt once for all its answers, from the left, begin token kept, down to what the longest answer leaves
             (at least half of ``max_tokens``), then the answers from the right, without an end token.
+        labels: where the samples' ``targets`` come from.
+        keep_all_tied: keep a ranking without a better and a worse answer too.
 
     Raises:
-        DataError: nothing is left.
+        DataError: nothing is left, or the labels are not in the data (see :func:`~heedful.data.labels.soft_labels`).
     """
     if len(records) != len(ranks):
         raise DataError(f"{len(records)} rankings came with the ranks of {len(ranks)}; give one per ranking")
@@ -180,12 +192,12 @@ def rankings(
     budget = _Budget(max_tokens, max_prompt_tokens, too_long, tokenizer.bos_token_id)
     for record, rank in zip(records, ranks):
         try:
-            sample, was_cut = _ranking(record, rank, tokenizer, budget, result.num_answers_dropped)
+            sample, was_cut = _ranking(record, rank, tokenizer, budget, result.num_answers_dropped, keep_all_tied)
         except chat.RefusedConversation as error:
             result.refused.append(Refused(record.group_id, error.reason, str(error)))
             continue
         result.num_truncated += was_cut
-        result.samples.append(sample)
+        result.samples.append(_labelled(sample, record, rank, labels))
     return result.require_some("rankings")
 
 
@@ -217,6 +229,7 @@ def _ranking(
     tokenizer: PreTrainedTokenizerBase,
     budget: _Budget,
     num_dropped: Counter[str],
+    keep_all_tied: bool,
 ) -> tuple[RankingSample, bool]:
     """One ranking and whether it was cut. Raises RefusedConversation when no pair of answers is left to learn from."""
     answers = [answer for answer in record.answers if answer.id in ranks]
@@ -239,7 +252,7 @@ def _ranking(
     distinct = _distinct(fitting, spoken, ranks, reasons)
     num_dropped.update(reasons)
     kept = [answer for answer in answers if answer.id in distinct]
-    if len({ranks[answer.id] for answer in kept}) < 2:
+    if len(kept) < 2 or (len({ranks[answer.id] for answer in kept}) < 2 and not keep_all_tied):
         reason = "all_tied" if len(kept) > 1 else (reasons or ["fewer_than_two_answers"])[-1]
         message = f"{len(kept)} of {len(record.answers)} answers are left, without a better and a worse one"
         raise chat.RefusedConversation(reason, message)
@@ -255,6 +268,20 @@ def _ranking(
         kinds=tuple(answer.kind for answer in kept),
     )
     return sample, was_cut
+
+
+def _labelled(sample: RankingSample, record: Ranking, ranks: Mapping[str, int], labels: Labels) -> RankingSample:
+    """The sample with what its pairs say beyond their order."""
+    by_id = {answer.id: answer for answer in record.answers}
+    answers = [by_id[answer_id] for answer_id in sample.answer_ids]
+    place = {answer_id: k for k, answer_id in enumerate(sample.answer_ids)}
+    gold = [(place[a], place[b]) for a, b in record.gold or () if a in place and b in place]
+    return dataclasses.replace(
+        sample,
+        targets=soft_labels(record, answers, labels),
+        strengths=strengths(record, answers, ranks),
+        gold=tuple(gold),
+    )
 
 
 def _distinct(

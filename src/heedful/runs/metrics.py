@@ -54,6 +54,10 @@ METRICS: tuple[Metric, ...] = (
     # reward
     _m("reward/loss_nats", "nats", "down", "Bradley–Terry loss", "starts near 0.693 (a coin flip) and falls"),
     _m("reward/accuracy", "fraction", "up", "Training pairs ordered as people did", "0.5 at the start, then rises"),
+    _m("reward/bait_accuracy", "fraction", "up", "Pairs of an answer and a bait in which the bait scores lower",
+       "rises fast to about 1"),
+    _m("reward/length_correlation", "", "none", "Correlation of score and log length within the step's prompts",
+       "not above that of the labels; near 0 with a length penalty"),
     _m("reward/margin", "", "up", "Mean score of chosen minus rejected", "rises, then flattens"),
     _m("reward/heldout_loss_nats", "nats", "down", "Loss on held-out prompts", "below 0.693; a rise means overfitting"),
     _m("reward/heldout_accuracy", "fraction", "up", "Held-out pairs ordered as people did", "0.65 to 0.85"),

@@ -33,7 +33,7 @@ class Best:
             GuardError: a score that is not finite.
         """
         if not math.isfinite(score):
-            raise GuardError(f"step {step}: the score that the best policy is chosen by is {score}")
+            raise GuardError(f"step {step}: the score that the best weights are chosen by is {score}")
         if self.score is not None and score <= self.score:
             return False
         self.step, self.score = step, score

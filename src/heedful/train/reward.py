@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from heedful.batches import LossOut, RankingBatch, StepStats, to_device
+from heedful.batches import RankingBatch, StepStats, to_device
 from heedful.config.reward import RewardConfig
+from heedful.data.baits import with_baits
 from heedful.data.collate import ranking_batch
 from heedful.data.packing import token_budget_batches
 from heedful.data.stream import EpochStream, fingerprint
@@ -18,8 +21,12 @@ from heedful.models.parts import ScalarModel
 from heedful.objectives import preference
 from heedful.records import RewardCard
 from heedful.runs.folder import StageFolder
-from heedful.train.loop import Loop
+from heedful.train.best import Best
+from heedful.train.loop import Loop, tell
+from heedful.train.reward_loss import RewardLoss
 from heedful.train.step import Optimisation, optimise
+from heedful.train.watch import OverfittingWatch
+from heedful.train.weights import put
 
 
 def train_reward(
@@ -30,63 +37,91 @@ def train_reward(
     stage: StageFolder,
     *,
     seed: int,
+    controls: Sequence[RankingSample] = (),
 ) -> RewardCard:
     """Train ``model`` in place and return its card, measured on ``heldout``.
 
     Every prompt weighs the same: the mean over the pairs of its ranking, then the mean over the prompts of the step.
+
+    Args:
+        controls: gold controls, a check on the card that is never trained on.
     """
+    if config.train == "head":
+        model.freeze_trunk()
+    samples = with_baits(samples, config.baits_per_ranking, max_tokens=config.max_tokens, seed=seed)
     of_data = fingerprint(s.sequences for s in samples)
     stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=of_data)
     total_steps = stream.num_steps(config.epochs)
-    optimisation = Optimisation("reward", model.trainable_parameters(), config.optimizer, total_steps)
+    loss = RewardLoss(model, config, seed=seed)
+    optimisation = Optimisation("reward", loss.parameters(), config.optimizer, total_steps)
     share_prompts = config.share_prompts and model.can_share_prompts()
+    watch, best = OverfittingWatch(), Best(optimisation.parameters)
     cards: list[RewardCard] = []
 
     def step(i: int) -> StepStats:
         started = time.perf_counter()
         chosen = [samples[j] for j in next(stream)]
-        batches = micro_batches(chosen, config, model.pad_id, share_prompts=share_prompts)
-
-        def loss_of(batch: RankingBatch) -> LossOut:
-            return _ranking_loss(model, batch, config, denominator=len(chosen))
-
-        out = optimise([optimisation], batches, loss_of, step=i, ids_of=lambda b: b.ids)
+        parts = loss.parts(micro_batches(chosen, config, model.pad_id, share_prompts=share_prompts))
+        out = optimise([optimisation], parts, loss, step=i, ids_of=lambda part: part.batch.ids)
         scalars = {
-            "reward/loss_nats": out.loss,
-            "reward/accuracy": out.metrics["accuracy"],
-            "reward/margin": out.metrics["margin"],
+            **{f"reward/{name}": value for name, value in out.metrics.items()},
+            "reward/length_correlation": loss.length_correlation(),
             "reward/gradient_norm": out.gradient_norms["reward"],
             "reward/learning_rate": out.learning_rates["reward"],
             "reward/epoch": stream.epoch + stream.offset / stream.num_items,
             "reward/rankings_per_second": len(chosen) / (time.perf_counter() - started),
         }
+        if "accuracy" in out.metrics:
+            watch.trained(out.metrics["accuracy"])
         last = i + 1 == total_steps
         if last or (i + 1) % config.evaluate_every_steps == 0:
-            card = reward_card(model, heldout, config, seed=seed, share_prompts=share_prompts and not last)
-            cards.append(card)
-            scalars |= {"reward/heldout_accuracy": card.accuracy, "reward/heldout_loss_nats": card.loss or 0.0,
-                        "reward/score_mean": card.score_mean, "reward/score_std": card.score_std}  # fmt: skip
+            scalars |= look(i, last)
         return StepStats(scalars)
+
+    def look(i: int, last: bool) -> dict[str, float]:
+        """Measure the model as it is on the held-out rankings."""
+        card = reward_card(
+            model, heldout, config, seed=seed, controls=controls, share_prompts=share_prompts and not last
+        )
+        cards.append(card)
+        heldout_loss = card.loss or 0.0
+        watch.looked(i + 1, heldout_loss)
+        if config.keep == "best":
+            best.offer(i + 1, -heldout_loss, optimisation.parameters)
+        return {"reward/heldout_accuracy": card.accuracy, "reward/heldout_loss_nats": heldout_loss,
+                "reward/score_mean": card.score_mean, "reward/score_std": card.score_std}  # fmt: skip
 
     loop = Loop(
         "Reward model", stage, total_steps, config.checkpoint,
-        parts={"reward": optimisation, "data": stream},
+        parts={"reward": optimisation, "data": stream, "watch": watch, "best": best},
         shown={"reward/loss_nats": "loss", "reward/accuracy": "accuracy", "reward/heldout_accuracy": "held-out"},
     )  # fmt: skip
     loop.run(step)
-    return cards[-1] if cards else reward_card(model, heldout, config, seed=seed)  # stopped after the last step
+    if best.step is not None:
+        put(optimisation.parameters, best.weights)
+        tell(f"reward model: the weights after step {best.step} of {total_steps} had the lowest held-out loss")
+    if best.step not in (None, total_steps) or not cards:  # or stopped after the last step
+        cards.append(reward_card(model, heldout, config, seed=seed, controls=controls))
+    told: dict[str, Any] = {"kept_step": best.step or total_steps, "overfitting": watch.verdict()}
+    if told["overfitting"]:
+        tell(f"reward model: {told['overfitting']}")
+    return dataclasses.replace(cards[-1], train_accuracy=watch.train_accuracy, data={**cards[-1].data, **told})
 
 
 def micro_batches(
     samples: Sequence[RankingSample], config: RewardConfig, pad_id: int, *, share_prompts: bool
 ) -> list[RankingBatch]:
     """Whole rankings grouped so that padded tokens stay within the budget; a ranking is never cut apart."""
+    groups = _groups(samples, config, share_prompts)
+    return [ranking_batch([samples[i] for i in group], pad_id, share_prompts=share_prompts) for group in groups]
+
+
+def _groups(samples: Sequence[RankingSample], config: RewardConfig, share_prompts: bool) -> list[list[int]]:
     if share_prompts:
         lengths = [s.num_prompt_tokens + sum(len(x) - s.num_prompt_tokens for x in s.sequences) for s in samples]
     else:
         lengths = [len(s.sequences) * max(map(len, s.sequences)) for s in samples]
-    groups = token_budget_batches(lengths, config.micro_batch_tokens)
-    return [ranking_batch([samples[i] for i in group], pad_id, share_prompts=share_prompts) for group in groups]
+    return token_budget_batches(lengths, config.micro_batch_tokens)
 
 
 @torch.no_grad()
@@ -96,39 +131,44 @@ def reward_card(
     config: RewardConfig,
     *,
     seed: int,
+    controls: Sequence[RankingSample] = (),
     share_prompts: bool = False,
 ) -> RewardCard:
-    """Accuracy with interval, by category, loss, scale and the length-only baseline on held-out rankings.
+    """What :func:`build_card` says of the model on held-out rankings, and on gold controls where there are some.
+
+    The loss is that of the labels that were trained, without smoothing, margin or penalties, so that runs compare; the
+    answers of people alone count in it.
 
     Args:
         share_prompts: faster, for a look during training; a card for others encodes every answer as they will.
     """
-    scores: list[list[float]] = [[] for _ in samples]
-    loss = 0.0
-    position = {s.group_id: i for i, s in enumerate(samples)}
-    for batch in micro_batches(samples, config, model.pad_id, share_prompts=share_prompts):
-        out, scores_PK = _scores_and_loss(model, batch, config, denominator=len(samples))
-        loss += float(out.loss)
-        for group_id, row, mask in zip(batch.ids, scores_PK.tolist(), batch.mask_PK.tolist(), strict=True):
-            scores[position[group_id]] = [s for s, real in zip(row, mask, strict=True) if real]
-    scored = [
-        ScoredRanking(found, s.ranks, s.num_answer_chars, category=s.category, source=s.source, kinds=s.kinds)
-        for found, s in zip(scores, samples, strict=True)
-    ]
-    return build_card(scored, loss=loss, seed=seed)
+    everything = [*samples, *controls]
+    scored: list[ScoredRanking | None] = [None] * len(everything)
+    loss, num_prompts = 0.0, 0
+    for group in _groups(everything, config, share_prompts):
+        rankings = [everything[i] for i in group]
+        batch = to_device(ranking_batch(rankings, model.pad_id, share_prompts=share_prompts), model.device)
+        scores_PK = model.ranking_scores(batch)
+        is_known_PK = batch.baits_PK | _is_control(group, rankings, batch.mask_PK, len(samples))
+        mask_PK = batch.mask_PK & ~is_known_PK
+        labels: dict[str, Any] = {"targets_PKK": batch.targets_PKK, "ties": config.ties}
+        num_prompts += int(preference.num_prompts(batch.ranks_PK, mask_PK, **labels))
+        loss += float(preference.ranking(scores_PK, batch.ranks_PK, mask_PK, denominator=1, **labels).loss)
+        for i, s, row in zip(group, rankings, scores_PK.tolist(), strict=True):
+            scored[i] = ScoredRanking(
+                row[: len(s.ranks)], s.ranks, s.num_answer_chars, category=s.category, source=s.source, kinds=s.kinds,
+                gold=s.gold,
+            )  # fmt: skip
+    return build_card([s for s in scored if s is not None], loss=loss / max(1, num_prompts), seed=seed)
 
 
-def _ranking_loss(model: ScalarModel, batch: RankingBatch, config: RewardConfig, *, denominator: int) -> LossOut:
-    return _scores_and_loss(model, batch, config, denominator=denominator)[0]
-
-
-def _scores_and_loss(
-    model: ScalarModel, batch: RankingBatch, config: RewardConfig, *, denominator: int
-) -> tuple[LossOut, torch.Tensor]:
-    """The loss of a batch and its scores [P, K]."""
-    batch = to_device(batch, model.device)
-    scores_PK = model.ranking_scores(batch)
-    out = preference.ranking(
-        scores_PK, batch.ranks_PK, batch.mask_PK, label_smoothing=config.label_smoothing, denominator=denominator
-    )
-    return out, scores_PK
+def _is_control(
+    group: Sequence[int], rankings: Sequence[RankingSample], mask_PK: torch.Tensor, num_samples: int
+) -> torch.Tensor:
+    """[P, K]: answers whose place is known, and all answers of a control item, numbered from ``num_samples`` on."""
+    is_control_PK = torch.zeros_like(mask_PK)
+    for p, (i, sample) in enumerate(zip(group, rankings, strict=True)):
+        is_control_PK[p] = i >= num_samples
+        for k, kind in enumerate(sample.kinds):
+            is_control_PK[p, k] |= kind == "gold"
+    return is_control_PK
