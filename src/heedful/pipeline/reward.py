@@ -31,6 +31,10 @@ def run_reward(context: Context, stage: StageFolder) -> dict[str, Any]:
         model.model, model.tokenizer, stage.model, score_mean=card.score_mean, score_std=card.score_std, card=card
     )
     del model
+    if config.audit:
+        from heedful.pipeline.audit import audit_saved
+
+        card = audit_saved(stage.model, context.rankings()[1], seed=recipe.seed, hardware=context.hardware())
     curve = [
         _on_share(context, config, share, train.samples, heldout.samples, stage) for share in config.learning_curve
     ]
