@@ -78,6 +78,7 @@ def load(
     format: str = "auto",
     on_bad_row: str = "error",
     split: str | None = None,
+    keep_ties: bool = False,
 ) -> Loaded:
     """Read a file (or hub data set) into records.
 
@@ -88,6 +89,7 @@ def load(
         on_bad_row: "error" stops at the first row that cannot be used; "skip" drops such rows and counts them by
             reason. Rows without a preference (ties, identical answers) are dropped and counted in both modes.
         split: of a hub data set.
+        keep_ties: keep rankings whose answers are all tied.
 
     Raises:
         DataError: naming file, line, field and what to do; also when no row is left.
@@ -121,7 +123,7 @@ def load(
         raise DataError(f"{path}: {error}") from None
     if kind not in (None, "prompts", found.kind):
         raise DataError(f"{path}: the file holds {found.kind} (format {found.name}), but {kind} are needed here")
-    records = list(_records(path, found, chain(sample, rows), drops, None if named else sample))
+    records = list(_records(path, found, chain(sample, rows), drops, None if named else sample, keep_ties))
     if kind == "prompts" and found.kind != "prompts":
         records = list(_as_prompts(records, drops))
     if not records:
@@ -140,7 +142,7 @@ def _nothing_left(path: str | Path, num_read: int, drops: _Drops) -> DataError:
 
 
 def _records(
-    path: str | Path, found: Format, rows: Iterable[Row], drops: _Drops, sample: list[Row] | None
+    path: str | Path, found: Format, rows: Iterable[Row], drops: _Drops, sample: list[Row] | None, keep_ties: bool
 ) -> Iterator[Loadable]:
     """Records of the rows that can be used; ``sample`` is given when other formats are to be refused by name."""
     keys = registry.usual_keys(sample, found) if sample is not None else frozenset()
@@ -162,7 +164,8 @@ def _records(
     for row in found.join(fitting()) if found.join else fitting():
         try:
             record = found.parse(row.data)
-            if isinstance(record, Ranking) and len(set(consensus(record).values())) < 2:
+            must_prefer = isinstance(record, Ranking) and record.gold is None and not keep_ties
+            if must_prefer and len(set(consensus(cast(Ranking, record)).values())) < 2:
                 raise BadRow("all_tied", "all answers are tied, so the row prefers nothing")
             yield _with_own_id(record, row, seen)
         except BadRow as bad:
@@ -201,9 +204,12 @@ def _as_prompts(records: Iterable[Loadable], drops: _Drops) -> Iterator[Prompt]:
             yield Prompt(record.id, prompt, category=record.category, source=record.source, info=info)
 
 
-def load_rankings(path: str | Path, *, format: str = "auto", on_bad_row: str = "error") -> list[Ranking]:
+def load_rankings(
+    path: str | Path, *, format: str = "auto", on_bad_row: str = "error", keep_ties: bool = False
+) -> list[Ranking]:
     """The rankings of a file; see :func:`load`."""
-    return cast(list[Ranking], load(path, kind="rankings", format=format, on_bad_row=on_bad_row).records)
+    loaded = load(path, kind="rankings", format=format, on_bad_row=on_bad_row, keep_ties=keep_ties)
+    return cast(list[Ranking], loaded.records)
 
 
 def load_demonstrations(path: str | Path, *, format: str = "auto", on_bad_row: str = "error") -> list[Demonstration]:

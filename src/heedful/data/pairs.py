@@ -63,6 +63,13 @@ def votes(judgements: Iterable[Judgement], first: str, second: str) -> tuple[int
     return wins, losses, ties
 
 
+def training_ranks(ranking: Ranking) -> dict[str, int]:
+    """The consensus, with baits that nobody ranked behind all answers."""
+    ranks = consensus(ranking)
+    last = max(ranks.values(), default=0) + 1
+    return ranks | {a.id: last for a in ranking.answers if a.kind == "bait" and a.id not in ranks}
+
+
 def without_controls(rankings: Iterable[Ranking]) -> list[Ranking]:
     """What may be trained on: no control items, and no answers with a known place in the others."""
     kept = [ranking for ranking in rankings if ranking.gold is None]

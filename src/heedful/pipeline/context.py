@@ -73,21 +73,22 @@ class Context:
         dtype = hardware.compute_dtype(device, self.recipe.model.dtype)
         return {"device": device, "dtype": dtype, "attention": self.recipe.model.attention}
 
-    def read(self, load: Callable[..., list[Any]], name: str) -> list[Any]:
+    def read(self, load: Callable[..., list[Any]], name: str, **options: Any) -> list[Any]:
         """The records that ``load`` finds in a data file; package: names are files that ship with heedful."""
         from heedful.data.shipped import data_path
 
-        return load(data_path(name), on_bad_row=self.recipe.data.on_bad_row)
+        return load(data_path(name), on_bad_row=self.recipe.data.on_bad_row, **options)
 
     def rankings(self) -> tuple[list[Any], list[Any]]:
         """Training and held-out rankings; the same split for every stage of the run."""
         from heedful.data.load import load_rankings
         from heedful.data.splits import split
 
-        data = self.recipe.data
-        records = self.read(load_rankings, data.rankings) if data.rankings else []
+        data, reward = self.recipe.data, self.recipe.reward
+        ties: dict[str, Any] = {"keep_ties": reward is not None and reward.ties == "half"}
+        records = self.read(load_rankings, data.rankings, **ties) if data.rankings else []
         if data.heldout_rankings:
-            return records, self.read(load_rankings, data.heldout_rankings)
+            return records, self.read(load_rankings, data.heldout_rankings, **ties)
         return split(records, data.heldout_fraction, seed=self.recipe.seed)
 
     def prompts(self, source: str | None, *, heldout: bool) -> list[Any]:

@@ -62,7 +62,7 @@ def _samples(
 ) -> tuple[Tokenised[RankingSample], Tokenised[RankingSample], list[RankingSample]]:
     """Training and held-out rankings, and the gold controls of either."""
     from heedful.data import tokenise
-    from heedful.data.pairs import consensus, gold_ranks, without_controls
+    from heedful.data.pairs import gold_ranks, training_ranks, without_controls
 
     limits: dict[str, Any] = {
         "max_tokens": config.max_tokens, "max_prompt_tokens": context.recipe.data.max_prompt_tokens
@@ -71,8 +71,8 @@ def _samples(
     train, heldout = context.rankings()
     controls = [r for r in train + heldout if r.gold is not None]
     train, heldout = without_controls(train), [r for r in heldout if r.gold is None]
-    samples = tokenise.rankings(train, [consensus(r) for r in train], tokenizer, **limits, **labels)
-    heldout_samples = tokenise.rankings(heldout, [consensus(r) for r in heldout], tokenizer, **limits, **labels)
+    samples = tokenise.rankings(train, [training_ranks(r) for r in train], tokenizer, **limits, **labels)
+    heldout_samples = tokenise.rankings(heldout, [training_ranks(r) for r in heldout], tokenizer, **limits, **labels)
     told = f"Reward data: {samples.summary()}; held out: {heldout_samples.summary()}"
     if not controls:
         tell(told)

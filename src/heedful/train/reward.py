@@ -49,7 +49,7 @@ def train_reward(
     if config.train == "head":
         model.freeze_trunk()
     samples = with_baits(samples, config.baits_per_ranking, max_tokens=config.max_tokens, seed=seed)
-    of_data = fingerprint(s.sequences for s in samples)
+    of_data = fingerprint((s.sequences, s.ranks, s.targets) for s in samples)
     stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=of_data)
     total_steps = stream.num_steps(config.epochs)
     loss = RewardLoss(model, config, seed=seed)

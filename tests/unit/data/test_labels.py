@@ -7,7 +7,7 @@ import math
 import pytest
 
 from heedful.data.labels import soft_labels, strengths
-from heedful.data.pairs import consensus, gold_ranks, without_controls
+from heedful.data.pairs import consensus, gold_ranks, training_ranks, without_controls
 from heedful.errors import DataError
 from heedful.records import Answer, Judgement, Message, Ranking
 
@@ -61,8 +61,42 @@ def test_strengths_are_those_of_the_data_or_the_distance_of_ranks():
     assert strengths(pair, (A, B), {"a": 1, "b": 2})[0][1] == 3
 
 
+def test_a_bait_that_nobody_ranked_is_last():
+    bait = Answer("d", "wrong", kind="bait")
+    assert training_ranks(ranking(A, bait, B, consensus={"a": 2, "b": 1})) == {"a": 2, "b": 1, "d": 3}
+    assert training_ranks(ranking(A, bait, B, consensus={"a": 2, "d": 1})) == {"a": 2, "d": 1}
+
+
+def test_rankings_of_ties_alone_are_kept_on_demand(tmp_path):
+    import json
+
+    from heedful.data.load import load, load_rankings
+
+    file = tmp_path / "ties.jsonl"
+    rows = [{"prompt": f"Q{n}", "answers": [{"text": "one", "score": 2}, {"text": "two", "score": n}]} for n in (1, 2)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert load(file).dropped == {"all_tied": 1} and len(load_rankings(file)) == 1
+    assert len(load_rankings(file, keep_ties=True)) == 2
+
+
 def test_controls_are_kept_apart():
     control = ranking(A, B, C, gold=(("b", "c"), ("a", "b")))
     assert consensus(control) == {} and gold_ranks(control) == {"a": 1, "b": 2, "c": 3}
     known = Answer("k", "known", kind="gold")
     assert [r.answers for r in without_controls([control, ranking(A, known, B)])] == [(A, B)]
+
+
+def test_a_control_needs_its_known_pairs_and_no_judge(tmp_path):
+    import json
+
+    from heedful.data.load import load_rankings
+
+    row = {"group_id": "c", "prompt": [{"role": "user", "content": "Q"}], "gold": [["a", "b"]],
+           "answers": [{"id": "a", "text": "one"}, {"id": "b", "text": "two"}]}  # fmt: skip
+    file = tmp_path / "controls.jsonl"
+    file.write_text(json.dumps(row))
+    assert load_rankings(file)[0].gold == (("a", "b"),)
+    for wrong in (["a", "x"], ["a"], ["a", "a"], 3):
+        file.write_text(json.dumps({**row, "gold": [wrong]}))
+        with pytest.raises(DataError, match=r"line 1: field 'gold' has .* \[better, worse\]"):
+            load_rankings(file)
