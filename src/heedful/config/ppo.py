@@ -310,6 +310,7 @@ class PPOConfig(Section):
                     )
         if self.score_scaling == "batch" and self.samples_per_step < 2:
             raise ValueError("score_scaling: batch makes the only answer of a step 0; take running, or more answers")
+        self._refuse_without_effect()
         limit = self.sampling.max_new_tokens
         if self.overlong_from_tokens is not None and self.overlong_from_tokens >= limit:
             raise ValueError(
@@ -318,3 +319,20 @@ class PPOConfig(Section):
         if self.rewards is not None and not self.rewards:
             raise ValueError("rewards is empty; name at least one part, or leave the section out")
         return self
+
+    def _refuse_without_effect(self) -> None:
+        """A changed key that nothing would read; keys at their default may stand beside anything."""
+
+        def changed(section: Section, key: str) -> bool:
+            return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+        penalty = changed(self, "missing_end_penalty") and self.missing_end_penalty != 0
+        for name, is_changed, acts, needs in (
+            ("kl.horizon", changed(self.kl, "horizon"), self.kl.target is not None, "kl.target"),
+            ("overlong_penalty", changed(self, "overlong_penalty"), self.overlong_from_tokens is not None,
+             "overlong_from_tokens"),
+            ("value_coefficient", changed(self, "value_coefficient"), self.value_from == "trunk", "value_from: trunk"),
+            ("missing_end_penalty", penalty, self.missing_end_score is None, "missing_end_score to be left out"),
+        ):  # fmt: skip
+            if is_changed and not acts:
+                raise ValueError(f"{name} has no effect as things stand: it needs {needs}")

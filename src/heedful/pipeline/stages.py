@@ -39,6 +39,9 @@ def run(recipe: Recipe, *, existing: str = "refuse", only: Stage | None = None) 
         from heedful.evaluate.gold import load_scorer
 
         load_scorer(recipe.evaluate.gold)  # a wrong name shows now, not after the training
+    path = Path(recipe.output) / recipe.name
+    if existing == "resume" and not (path / "recipe.yaml").exists():
+        tell(f"{path}: no run is there yet, so it begins")
     with open_run(recipe, existing) as folder:
         return _run_in(folder, recipe, only)
 

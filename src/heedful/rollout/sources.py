@@ -36,7 +36,7 @@ class FunctionReward:
         """Raises EngineError when the function does."""
         try:
             given: Sequence[float] = self._function(list(prompts), [c.text for c in completions])
-        except Exception as error:  # the user's function may raise anything
+        except (Exception, SystemExit) as error:  # the user's function may raise anything
             raise EngineError(f"reward {self.name!r}: {self._spec} failed: {error!r}") from error
         return given
 

@@ -31,9 +31,12 @@ def finite(stream: str, values: Tensor, *, step: int, ids: Sequence[str] = (), m
     named = [ids[r] if r < len(ids) else str(r) for r in rows]
     shown = ", ".join(named[:8]) or "the whole batch"
     more = f" and {len(named) - 8} more" if len(named) > 8 else ""
+    remedy = "lower the learning rate or set model.dtype to float32"
+    if stream in ("scores", "rewards"):
+        remedy = "look for the part of the reward that overflows"
     raise NonFiniteError(
         f"{stream} is not finite at step {step} (samples: {shown}{more}); no weight has moved on it. "
-        f"Look at these samples, then lower the learning rate or set model.dtype to float32",
+        f"Look at these samples, then {remedy}",
         stream=stream, step=step, ids=named,
     )  # fmt: skip
 

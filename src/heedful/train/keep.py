@@ -49,7 +49,7 @@ class Keeper:
         if len(self.training_prompts) <= num_prompts:
             raise ConfigError(
                 f"ppo.best.num_prompts sets {num_prompts} prompts aside and there are {len(self.training_prompts)}; "
-                f"lower it or give more prompts"
+                f"lower it (it is 32 unless set) or give more prompts"
             )
         chosen = set(random.Random(f"{self._seed}/validation").sample(range(len(self.training_prompts)), num_prompts))
         self._validation = [p for i, p in enumerate(self.training_prompts) if i in chosen]

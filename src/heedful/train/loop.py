@@ -11,6 +11,7 @@ from typing import Any
 
 from heedful.batches import StepStats
 from heedful.config.section import CheckpointConfig
+from heedful.errors import CheckpointError
 from heedful.models.hardware import random_state, release_memory, restore_random_state
 from heedful.runs.folder import StageFolder
 from heedful.runs.progress import Progress, peak_memory_bytes
@@ -75,6 +76,11 @@ class Loop:
     def _restore(self) -> int:
         """Number of steps already done according to the newest complete checkpoint, whose state is put back."""
         found = checkpoint.load_newest(self.stage.checkpoints, say=tell)
+        if found is None and checkpoint.exist(self.stage.checkpoints):
+            raise CheckpointError(
+                f"{self.stage.checkpoints}: none of the checkpoints is usable, so this run cannot go on; start another "
+                f"with --new, or delete that folder to begin the stage again"
+            )
         if found is None:
             return 0
         done, state = found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from heedful.data.chat import end_token_ids
 from heedful.data.stream import EpochStream, fingerprint
 from heedful.models.hardware import release_memory
 from heedful.models.roles import Roles
-from heedful.records import Prompt, TokenSample
+from heedful.records import Prompt, Rollout, TokenSample
 from heedful.rollout.buffer import RolloutBuffer
 from heedful.rollout.engine import Engine, Request, Sampling
 from heedful.rollout.experience import Experience, build_experience
@@ -53,6 +53,7 @@ def train_ppo(
     engine: Engine | None = None,
     demonstrations: Sequence[TokenSample] = (),
     gold: Gold | None = None,
+    on_first_scores: Callable[[list[Rollout]], None] = lambda rollouts: None,
 ) -> dict[str, Any]:
     """Train ``roles.policy`` and ``roles.value`` in place and return the stage's results.
 
@@ -61,13 +62,12 @@ def train_ppo(
     Args:
         scoring: the parts of the reward.
         engine: speaks for the policy; None makes an :class:`HFEngine`.
-        demonstrations: for ``config.ptx``.
-        gold: scores answers for ``config.best.by: gold``.
+        demonstrations, gold: for ``config.ptx``, and a scorer of answers for ``config.best.by: gold``.
+        on_first_scores: is told the rollouts of the first step, before anything moves.
     """
     keeper = Keeper(roles.policy, prompts, config, seed=seed, scoring=scoring, gold=gold)
     prompts = keeper.training_prompts
-    of_data = fingerprint(ids for _, ids in prompts)
-    stream = EpochStream(len(prompts), config.prompts_per_step, seed, fingerprint=of_data)
+    stream = EpochStream(len(prompts), config.prompts_per_step, seed, fingerprint=fingerprint(x for _, x in prompts))
     sampling = Sampling(config.sampling.max_new_tokens, config.sampling.temperature)
     policy, value = _optimisations(roles, config)
     controller = build_controller(config.kl)
@@ -98,6 +98,7 @@ def train_ppo(
             )  # fmt: skip
             if i == 0:
                 _prove_start(experience, roles)
+                on_first_scores(rollouts)
             clock.mark("seconds_score")
             outcome = update.run(i, experience, generator)
         release_memory()

@@ -128,3 +128,12 @@ def test_rows_after_the_checkpoint_are_written_anew(tmp_path):
     loop(tmp_path, resumed, every_steps=3).run(resumed.step)
     rows = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rows == [0, 1, 2, 3, 4, 5]
+
+
+def test_RES_05_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_by_itself(tmp_path):
+    part = Sum()
+    loop(tmp_path, part, every_steps=2).run(part.step)
+    for file in (tmp_path / "checkpoints").glob("*/sum.pt"):
+        file.write_bytes(file.read_bytes()[:20])
+    with pytest.raises(CheckpointError, match="none of the checkpoints is usable, so this run cannot go on"):
+        loop(tmp_path, Sum()).run(part.step)

@@ -96,7 +96,8 @@ def test_the_clips_reach_the_loss_under_their_own_names(models, tmp_path):
 
 @pytest.mark.parametrize("value_from, weight", [("reward", 1.0), ("trunk", 0.3), ("frozen_trunk", 1.0)])
 def test_only_a_trained_trunk_weighs_the_value_loss(models, tmp_path, value_from, weight):
-    parts, config = roles(models, value_from=value_from), PPOConfig(value_from=value_from, value_coefficient=0.3)
+    parts = roles(models, value_from=value_from)
+    config = PPOConfig(value_from=value_from).model_copy(update={"value_coefficient": 0.3})
     update = Update(parts, config, None, None, None, Recorder(StageFolder(tmp_path, "ppo", 3), parts, config))
     tokens = token_batch([SAMPLES[0]], 0)
     zeros_BT = torch.zeros_like(tokens.inputs_BT, dtype=torch.float32)
@@ -374,6 +375,10 @@ def test_more_validation_prompts_than_prompts_are_refused(models, tmp_path):
         ({"kl": {"coefficient": 0.0, "outliers": {}}}, "outliers multiplies coefficient, which is 0"),
         ({"overlong_from_tokens": 128}, r"overlong_from_tokens \(128\) must be below sampling.max_new_tokens \(128\)"),
         ({"rewards": {}}, "rewards is empty"),
+        ({"kl": {"horizon": 500}}, "kl.horizon has no effect as things stand: it needs kl.target"),
+        ({"overlong_penalty": 2.0}, "overlong_penalty has no effect"),
+        ({"value_coefficient": 0.5}, "value_coefficient has no effect"),
+        ({"missing_end_score": -1.0, "missing_end_penalty": 2.0}, "missing_end_penalty has no effect"),
         ({"kl": {"stop_above_nats": 0.1}}, "kl.stop_above_nats looks at what earlier updates of the step did"),
         ({"dual_clip": 3.0}, "dual_clip looks at what earlier updates of the step did"),
         ({"skip_ratio_above": 10.0}, "skip_ratio_above looks at what earlier updates of the step did"),
