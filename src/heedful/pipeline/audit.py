@@ -93,11 +93,13 @@ def sentences(found: Audit) -> list[str]:
 def add_to_card(path: Path, found: Audit) -> RewardCard:
     """Write the probes into the card of a reward model's folder, or the audit's own card where there is none."""
     from heedful.models.export import load_reward_card
+    from heedful.pipeline.model_card import write_model_card
 
     card = load_reward_card(path) or found.card
     assert card is not None
     card = replace(card, probes=found.probes, audit_verdict=found.verdict)
     write_json(path / CARD_FILE, card.to_json())
+    write_model_card(path)
     return card
 
 

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from heedful.config.ppo import RewardPart
 from heedful.config.recipe import Recipe
 from heedful.errors import GateError
+from heedful.evaluate.spread import by_group, spread, table
 from heedful.pipeline.context import Context
 from heedful.pipeline.rewards import build_scoring
-from heedful.records import Completion, Prompt, RewardCard, TokenSample
+from heedful.records import Completion, Prompt, RewardCard, Rollout, TokenSample
+from heedful.runs.files import read_json, write_json
 from heedful.runs.folder import StageFolder
 from heedful.runs.progress import tell
 
 if TYPE_CHECKING:
     from heedful.models.roles import Roles
     from heedful.train.keep import Gold
+
+SCORES_BEFORE = "scores_before.json"
+"""In the stage's folder: the distribution of every part of the reward in the first step, by category."""
 
 
 def gate(card: RewardCard | None, recipe: Recipe) -> str:
@@ -79,9 +85,22 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     results = train_ppo(
         roles, scoring, prompts, config, stage, seed=recipe.seed, engine=engine,
         demonstrations=demonstrations, gold=_gold(recipe),
+        on_first_scores=partial(_tell_scores, stage, {prompt.id: prompt.category for prompt, _ in prompts}),
     )  # fmt: skip
     save_policy(roles.policy.model, roles.policy.tokenizer, stage.model)
-    return {**results, "gate": verdict, **counts}
+    return {**results, "gate": verdict, **counts, "scores_before": read_json(stage.path / SCORES_BEFORE)}
+
+
+def _tell_scores(stage: StageFolder, categories: dict[str, str], rollouts: list[Rollout]) -> None:
+    """Print and keep how the raw scores are spread over the categories before PPO has moved anything."""
+    found: dict[str, Any] = {}
+    for name in rollouts[0].raw_parts:
+        scores = [rollout.raw_parts[name] for rollout in rollouts]
+        named = by_group(scores, [categories[rollout.completion.prompt_id] for rollout in rollouts])
+        groups = {"all answers": spread(scores), **named}
+        tell("\n".join([f"{name} before PPO:", *table(groups)]))
+        found[name] = {group: numbers.to_json() for group, numbers in groups.items()}
+    write_json(stage.path / SCORES_BEFORE, found)
 
 
 def ppo_roles(context: Context) -> Roles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from heedful.config.reward import RewardConfig
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def run_reward(context: Context, stage: StageFolder) -> dict[str, Any]:
-    from heedful.models.export import save_reward
+    from heedful.models.export import save_reward, verify_reward
+    from heedful.pipeline.model_card import data_facts, write_model_card
     from heedful.train.reward import train_reward
 
     recipe, config = context.recipe, context.recipe.reward
@@ -27,10 +29,13 @@ def run_reward(context: Context, stage: StageFolder) -> dict[str, Any]:
     train, heldout, controls = _samples(context, config, model.tokenizer)
     card = train_reward(model, train.samples, heldout.samples, config, stage, seed=recipe.seed, controls=controls)
     tell(f"reward model: {_said(card)}; length alone {card.length_accuracy or 0:.1%}")
+    card = replace(card, data={**card.data, **data_facts(recipe, *context.rankings())})
     save_reward(
         model.model, model.tokenizer, stage.model, score_mean=card.score_mean, score_std=card.score_std, card=card
     )
     del model
+    verify_reward(stage.model, device=context.hardware()["device"])  # what others load scores as what was trained
+    write_model_card(stage.model)
     if config.audit:
         from heedful.pipeline.audit import audit_saved
 
