@@ -156,8 +156,22 @@ def test_calibration_by_hand_and_at_its_limits():
     huge = build_card([ScoredRanking([1e9, -1e9], [1, 2], [5, 5])] * 9)
     assert huge.calibration.error == 0 and huge.loss == 0 and huge.score_std > 0
     same = build_card([ScoredRanking([0.5, 0.5], [1, 2], [5, 5])] * 9)  # knows nothing and says so
-    assert same.accuracy == 0.5 and same.calibration.error == 0 and same.num_equal_scores == 9
+    assert same.accuracy == 0.5 and same.calibration.error == same.calibration.by_chance == 0
+    assert same.num_equal_scores == 9
     assert same.score_std == 1e-6
+
+
+def test_what_chance_makes_is_that_of_coins_with_the_models_own_odds():
+    """400 pairs at confidence 0.8 in one bin: the error of a calibrated model is |binomial(400, 0.8) / 400 - 0.8|."""
+    found = calibration_of([ScoredRanking([math.log(4), 0.0], [1, 2], [5, 5])] * 400)
+    coins = np.abs(np.random.default_rng(1).binomial(400, 0.8, size=20_000) / 400 - 0.8)
+    assert found.by_chance == pytest.approx(np.quantile(coins, 0.95), abs=0.006)
+
+
+def test_length_fit_is_read_on_prompts_that_it_was_not_fitted_to():
+    """On few prompts a fit read on its own would see length in pure noise."""
+    found = [build_card(world(24, seed)).length_fit.accuracy.value for seed in range(40)]
+    assert np.mean(found) < 0.51
 
 
 def test_length_fit_sees_length_where_it_decides_and_nothing_where_it_does_not():
