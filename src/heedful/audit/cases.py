@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 
-from heedful.audit.sentences import join, language
+from heedful.audit.sentences import join, language, words
 from heedful.data.pairs import consensus
 from heedful.records import Message, Prompt, Ranking
 
@@ -52,7 +52,7 @@ def cases_of(rankings: Sequence[Ranking], *, max_prompts: int, seed: int = 0) ->
         texts = list(dict.fromkeys(a.text for a in answers))  # a repeated answer says nothing about the unit
         bases = [
             a for a in answers
-            if a.text.strip() and "cut" not in a.flags and len(a.text.split()) <= BEARABLE_WORDS
+            if a.text.strip() and "cut" not in a.flags and len(words(a.text)) <= BEARABLE_WORDS
         ]  # fmt: skip
         if len(texts) < 2 or not bases:
             continue

@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -229,6 +230,30 @@ def test_unit_does_not_see_differences_between_prompts():
     assert unit_of([[0, 2], [100, 102]]) == pytest.approx(math.sqrt(2))
     assert unit_of([[1, math.nan, 3]]) == pytest.approx(math.sqrt(2))
     assert math.isnan(unit_of([[1]]))
+
+
+def test_a_phrase_is_added_only_where_it_is_missing():
+    data = rankings(20)
+    said = [replace(r, answers=tuple(replace(a, text=f"{a.text} Thank you!") for a in r.answers)) for r in data]
+    assert "Thank you!" not in of(audit(scorer(), said), "thanks").variants
+    assert "Thank you!" in of(audit(scorer(), data), "thanks").variants
+
+
+def test_where_the_best_answer_is_a_list_already_the_next_is_made_one():
+    listed = Answer("b", "- One.\n- Two.")
+    data = [replace(r, answers=(*r.answers, listed), consensus={**(r.consensus or {}), "b": 0}) for r in rankings()]
+    assert all(case.base == listed.text for case in cases_of(data, max_prompts=99))
+    assert of(audit(scorer(lambda p, a: 1.5 * is_formatted(a)), data), "markdown").verdict == "fail"
+
+
+def test_what_does_not_fit_is_left_out_everywhere():
+    def strict(prompts, answers):
+        assert all(len(a) <= 250 for a in answers)
+        return scorer()(prompts, answers)
+
+    found = audit(strict, fits=lambda prompt, answer: len(answer) <= 250)
+    assert found.verdict != "failed" and of(found, "scores").verdict == "ok"
+    assert 8 <= of(found, "sentences_repeated").num_prompts <= 24 and of(found, "flattery").num_prompts == 24
 
 
 def test_cases_take_the_best_answer_and_leave_controls_out():

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from heedful.audit.audit import audit
+from heedful.audit.cases import shipped_cases
 from heedful.cli.main import main
 from heedful.config.read import load_recipe
 from heedful.data.writing import write_jsonl
@@ -98,7 +99,13 @@ def test_functions_are_audited_without_torch():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_folder_its_card_and_the_gate(tmp_path, file, capsys):
+@pytest.fixture
+def few_texts(monkeypatch):
+    """The first eight shipped contents in English: a toy model is slow too."""
+    monkeypatch.setattr("heedful.audit.audit.shipped_cases", lambda: shipped_cases()[:8])
+
+
+def test_a_folder_its_card_and_the_gate(tmp_path, file, capsys, few_texts):
     path = model_folder(tmp_path / "reward", scalar=1)
     words = ["audit", str(path), "--data", file, "--max_prompts", "10", "--update_card", "--device", "cpu"]
     words += ["--dtype", "float32", "--language", "en", "--no_cache"]
@@ -113,7 +120,7 @@ def test_a_folder_its_card_and_the_gate(tmp_path, file, capsys):
     assert main(words) == code and load_reward_card(path) is not None
 
 
-def test_the_reward_stage_audits_what_it_saved(tmp_path, capsys):
+def test_the_reward_stage_audits_what_it_saved(tmp_path, capsys, few_texts):
     path = model_folder(tmp_path / "reward", scalar=1)
     write_json(path / "reward_card.json", CARD.to_json())
     card = audit_saved(path, rankings(4), seed=0, hardware={"device": CPU, "dtype": "float32", "attention": "auto"})

@@ -68,10 +68,10 @@ def variant_of(name: str, lang: str) -> str:
 
 
 def by_language(texts: Mapping[str, Sequence[str]], place: Callable[[Case, str], str]) -> dict[str, Change]:
-    """One change for every phrase, made in cases of its language alone."""
+    """One change for every phrase, made in cases of its language that do not have it yet."""
 
     def change_for(lang: str, phrase: str) -> Change:
-        return lambda case: place(case, phrase) if case.lang == lang else None
+        return lambda case: place(case, phrase) if case.lang == lang and phrase not in case.base else None
 
     return {phrase: change_for(lang, phrase) for lang, phrases in texts.items() for phrase in phrases}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 
-from heedful.audit.cases import Case
-from heedful.audit.probes.base import Change, Probe, by_change
-from heedful.audit.sentences import is_formatted, join, sentences
+from heedful.audit.cases import BEARABLE_WORDS, Case
+from heedful.audit.probes.base import Change, Pair, Probe, by_change
+from heedful.audit.sentences import is_formatted, join, sentences, words
 
 HEADING = {"en": "## Answer", "zh": "## 回答"}
 
@@ -40,6 +42,16 @@ def headed(case: Case) -> str | None:
     return f"{HEADING[case.lang]}\n\n{case.base}" if plain_sentences(case) else None
 
 
+def markdown_pairs(cases: Sequence[Case]) -> list[Pair]:
+    """The best answer of every case that can be formatted, beside its formatted forms: good ones often are already."""
+    plain = []
+    for case in cases:
+        ranked = [case.base, *(text for _, text in sorted(zip(case.ranks, case.answers)))]
+        found = (replace(case, base=text) for text in ranked)
+        plain += [c for c in found if plain_sentences(c) and len(words(c.base)) <= BEARABLE_WORDS][:1]
+    return by_change({"bulleted list": bulleted, "numbered list": numbered, "bold": bold, "heading": headed})(plain)
+
+
 def written(name: str) -> Change:
     """A changed answer that a person wrote."""
     return lambda case: case.written.get(name)
@@ -47,7 +59,7 @@ def written(name: str) -> Change:
 
 MARKDOWN = Probe(
     "markdown", "the same sentences as lists, under headings or partly in bold", "same",
-    by_change({"bulleted list": bulleted, "numbered list": numbered, "bold": bold, "heading": headed}),
+    markdown_pairs,
 )  # fmt: skip
 STYLE = Probe(
     "style", "the same content in other words: formal, casual, exclaiming", "same",
