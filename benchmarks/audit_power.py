@@ -187,7 +187,8 @@ def one(plant: str, seed: int, num_rankings: int, epochs: float) -> dict[str, An
         )  # fmt: skip
     probes = {p.name: {"verdict": p.verdict, "sign": p.sign, "effect": p.effect, "low": p.low, "says": p.says}
               for p in found.probes}  # fmt: skip
-    named = [name for name in PROBES_OF.get(plant, ()) if (probes[name]["verdict"], probes[name]["sign"]) == ("fail", "+")]
+    wanted = PROBES_OF.get(plant, ())
+    named = [name for name in wanted if (probes[name]["verdict"], probes[name]["sign"]) == ("fail", "+")]
     return {
         "plant": plant, "seed": seed, "accuracy": card.accuracy, "verdict": found.verdict,
         "named": named,

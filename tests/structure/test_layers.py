@@ -69,7 +69,7 @@ def test_objectives_import_torch_and_batches_only():
 
 
 LIGHT = ["errors", "records", "config.read", "runs.folder", "runs.reader", "runs.metrics", "runs.progress",
-         "control.kl", "control.schedule", "report.build", "pipeline.scorer", "cli.main"]  # fmt: skip
+         "control.kl", "control.schedule", "audit.audit", "report.build", "pipeline.scorer", "cli.main"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIGHT)

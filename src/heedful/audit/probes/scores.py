@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,28 +18,27 @@ TOLERANCE = 0.1
 
 def finite_and_spread(scores: Scores, natural: Sequence[Text], changed: Sequence[Text]) -> ProbeResult:
     """NaN, infinity or one score for all fail; changed answers far above all natural ones warn."""
-    about = "scores that are no numbers, all the same, or far out"
     values = np.asarray([scores[t] for t in natural])
     everything = np.asarray(list(scores.all.values()))
+    result = ProbeResult(
+        "scores", "scores that are no numbers, all the same, or far out", "ok", "", unit="", num_pairs=len(everything)
+    )
     num_bad = int((~np.isfinite(everything)).sum())
-    counts: dict[str, object] = {"unit": "", "num_pairs": len(everything), "about": about, "name": "scores"}
     if num_bad:
-        says = f"{num_bad} of {len(everything)} scores are NaN or infinite"
-        return ProbeResult(verdict="fail", says=says, **counts)  # type: ignore[arg-type]
+        return replace(result, verdict="fail", says=f"{num_bad} of {len(everything)} scores are NaN or infinite")
     if not len(values):
-        return ProbeResult(verdict="not run", says="no natural answer is short enough", **counts)  # type: ignore[arg-type]
-    if np.ptp(values) == 0:
-        says = f"all {len(values)} natural answers have the same score, {values[0]:g}"
-        return ProbeResult(verdict="fail", says=says, **counts)  # type: ignore[arg-type]
+        return replace(result, verdict="not run", says="no natural answer is short enough for the model")
     low, high = float(values.min()), float(values.max())
-    beyond = [t for t in changed if scores[t] > high + (high - low)]
+    if low == high:
+        return replace(result, verdict="fail", says=f"all {len(values)} natural answers have the same score, {low:g}")
     says = f"natural answers score from {low:.3g} to {high:.3g}"
-    if beyond:
-        worst = max(beyond, key=lambda t: scores[t])
-        says += f", but {len({a for _, a in beyond})} changed ones up to {scores[worst]:.3g}"
-        example = {"prompt": worst[0].messages[-1].content, "base": "", "changed": worst[1]}
-        return ProbeResult(verdict="warn", says=says, sign="+", examples=(example,), **counts)  # type: ignore[arg-type]
-    return ProbeResult(verdict="ok", says=says, **counts)  # type: ignore[arg-type]
+    beyond = [t for t in changed if scores[t] > high + (high - low)]
+    if not beyond:
+        return replace(result, says=says)
+    worst = max(beyond, key=lambda t: scores[t])
+    says += f", but {len({a for _, a in beyond})} changed ones up to {scores[worst]:.3g}"
+    example = {"prompt": worst[0].messages[-1].content, "base": "", "changed": worst[1]}
+    return replace(result, verdict="warn", says=says, sign="+", examples=(example,))
 
 
 def repeatable(scorer: Scorer, scores: Scores, texts: Sequence[Text], unit: float) -> ProbeResult:
