@@ -34,12 +34,21 @@ def soft_labels(ranking: Ranking, answers: Sequence[Answer], labels: Labels) -> 
 
 
 def strengths(ranking: Ranking, answers: Sequence[Answer], ranks: Mapping[str, int]) -> Matrix:
-    """By how much i should lead j: the strength that the data give, never negative, or else the distance of ranks."""
+    """By how much i should lead j: the strength that the data give, never negative, or else the distance of ranks.
+
+    Raises:
+        DataError: a margin in the data that is no finite number.
+    """
 
     def lead(a: Answer, b: Answer) -> float:
         better, worse = (a, b) if ranks[a.id] < ranks[b.id] else (b, a)
         given = strength(ranking, better, worse)
-        return float(abs(ranks[a.id] - ranks[b.id])) if given is None else max(0.0, given)
+        if given is None:
+            return float(abs(ranks[a.id] - ranks[b.id]))
+        if not isinstance(given, int | float) or not math.isfinite(given):
+            name = f"ranking {ranking.group_id!r}"
+            raise DataError(f"{name}: info.margin is {given!r:.60}, and reward.margin needs a number; correct it")
+        return max(0.0, float(given))
 
     return [[lead(a, b) for b in answers] for a in answers]
 

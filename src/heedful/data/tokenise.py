@@ -170,6 +170,7 @@ def rankings(
     max_prompt_tokens: int | None = None,
     too_long: TooLong = "drop",
     labels: Labels = "ranks",
+    margins: bool = False,
     keep_all_tied: bool = False,
 ) -> Tokenised[RankingSample]:
     """Rankings as K sequences of at most ``max_tokens`` ids with one common prompt.
@@ -181,6 +182,7 @@ def rankings(
             the prompt once for all its answers, from the left, begin token kept, down to what the longest answer leaves
             (at least half of ``max_tokens``), then the answers from the right, without an end token.
         labels: where the samples' ``targets`` come from.
+        margins: give the samples ``strengths``.
         keep_all_tied: keep a ranking without a better and a worse answer too.
 
     Raises:
@@ -197,7 +199,7 @@ def rankings(
             result.refused.append(Refused(record.group_id, error.reason, str(error)))
             continue
         result.num_truncated += was_cut
-        result.samples.append(_labelled(sample, record, rank, labels))
+        result.samples.append(_labelled(sample, record, rank, labels, margins))
     return result.require_some("rankings")
 
 
@@ -270,7 +272,9 @@ def _ranking(
     return sample, was_cut
 
 
-def _labelled(sample: RankingSample, record: Ranking, ranks: Mapping[str, int], labels: Labels) -> RankingSample:
+def _labelled(
+    sample: RankingSample, record: Ranking, ranks: Mapping[str, int], labels: Labels, margins: bool
+) -> RankingSample:
     """The sample with what its pairs say beyond their order."""
     by_id = {answer.id: answer for answer in record.answers}
     answers = [by_id[answer_id] for answer_id in sample.answer_ids]
@@ -279,7 +283,7 @@ def _labelled(sample: RankingSample, record: Ranking, ranks: Mapping[str, int], 
     return dataclasses.replace(
         sample,
         targets=soft_labels(record, answers, labels),
-        strengths=strengths(record, answers, ranks),
+        strengths=strengths(record, answers, ranks) if margins else None,
         gold=tuple(gold),
     )
 

@@ -72,7 +72,9 @@ def _samples(
     limits: dict[str, Any] = {
         "max_tokens": config.max_tokens, "max_prompt_tokens": context.recipe.data.max_prompt_tokens
     }  # fmt: skip
-    labels: dict[str, Any] = {"labels": config.labels, "keep_all_tied": config.ties == "half"}
+    labels: dict[str, Any] = {
+        "labels": config.labels, "margins": config.margin > 0, "keep_all_tied": config.ties == "half"
+    }  # fmt: skip
     train, heldout = context.rankings()
     controls = [r for r in train + heldout if r.gold is not None]
     train, heldout = without_controls(train), [r for r in heldout if r.gold is None]

@@ -59,6 +59,9 @@ def test_strengths_are_those_of_the_data_or_the_distance_of_ranks():
     assert strengths(ranking(*judged), judged, {"a": 2, "b": 1}) == [[0, 0], [0, 0]]  # people turned the judge round
     pair = ranking(A, B, info={"margin": 3})
     assert strengths(pair, (A, B), {"a": 1, "b": 2})[0][1] == 3
+    for wrong in ("strong", math.nan):
+        with pytest.raises(DataError, match=f"'g7': info.margin is '?{wrong}'?, and reward.margin needs a number"):
+            strengths(ranking(A, B, info={"margin": wrong}), (A, B), {"a": 1, "b": 2})
 
 
 def test_a_bait_that_nobody_ranked_is_last():

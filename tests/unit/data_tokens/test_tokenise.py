@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from heedful.data import chat
 from heedful.data.tokenise import demonstrations, prompts, rankings
 from heedful.errors import DataError
-from heedful.records import Answer, Demonstration, Message, Prompt, Ranking
+from heedful.records import Answer, Demonstration, Judgement, Message, Prompt, Ranking
 
 FLAT = (
     "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -194,3 +196,20 @@ def test_DAT_13_rankings_share_the_prompt_that_opens_a_tag(byte_bpe):
     prompt_text = tokenizer.decode(prompt)
     texts = [tokenizer.decode(ids) for ids in sample.sequences]
     assert texts == [prompt_text + "bar</think>baz<|im_end|>", prompt_text + "one<|im_end|>"]
+
+
+def test_labels_follow_the_answers_that_are_left(letters):
+    """The second answer is too long: matrices and control pairs speak of the first and the third."""
+    votes = (Judgement("r", {"a1": 1, "a2": 2, "a3": 3}), Judgement("s", {"a1": 2, "a2": 3, "a3": 1}))
+    record = ranking("g", "xx", "zz", "zzzzzzzzzzzz", "kk")
+    record = dataclasses.replace(record, rankings=votes, gold=(("a2", "a3"), ("a3", "a1")), source="here")
+    ranks = {"a1": 1, "a2": 2, "a3": 3}
+    (sample,) = rankings([record], [ranks], letters, max_tokens=10, labels="votes", margins=True).samples
+    assert sample.answer_ids == ["a1", "a3"] and sample.source == "here"
+    assert sample.targets == [[0.5, 0.5], [0.5, 0.5]] and sample.strengths == [[0, 2], [2, 0]]
+    assert sample.gold == ((1, 0),)
+    (plain,) = rankings([record], [ranks], letters, max_tokens=10).samples
+    assert plain.targets is None and plain.strengths is None
+    tied = [ranking("t", "xx", "zz", "kk"), ranking("one", "xx", "zz")]
+    kept = rankings(tied, [{"a1": 1, "a2": 1}, {"a1": 1}], letters, max_tokens=10, keep_all_tied=True)
+    assert [s.ranks for s in kept.samples] == [[1, 1]] and kept.dropped == {"fewer_than_two_answers": 1}
