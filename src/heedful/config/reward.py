@@ -42,7 +42,8 @@ class RewardConfig(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Share of labels taken to be wrong."""
     margin: NonNegative = 0.0
-    """The winner must lead by this times the distance of the ranks (or the strength that the data gives); 0 = off."""
+    """The winner must lead by this times the strength that the data give (margin of a pair, difference of scores), or
+    else the distance of the ranks; 0 = off."""
     form: Literal["last", "every_token"] = "last"
     """Score differences at the last token alone, or averaged from the first differing token to the end
     (DeepSpeed-Chat), which makes a better start for a value model."""
@@ -54,7 +55,8 @@ class RewardConfig(Section):
     """Weight of the squared within-prompt correlation of score and log length; 0 = off, 0.1 to 1 where the data love
     length."""
     length_head: bool = False
-    """A second head learns length so that the first need not (ODIN, Chen et al. 2024); only the first is kept."""
+    """A second head learns length so that the first need not (ODIN, Chen et al. 2024); only the first is kept. Its
+    squared correlation weighs length_penalty, or 1 where that is 0."""
     max_spread: AboveZero | None = None
     """Within-prompt deviation of the scores above which a penalty sets in; None = off."""
     baits_per_ranking: Annotated[int, Field(ge=0)] = 0
