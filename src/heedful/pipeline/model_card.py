@@ -19,7 +19,7 @@ from heedful.records import Ranking, RewardCard
 from heedful.runs.files import write_bytes
 
 README = "README.md"
-USE = '''```python
+USE = """```python
 import json
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -30,7 +30,7 @@ for pair in json.load(open("reward_selftest.json"))["pairs"]:
     ids = tokenizer(pair["text"], add_special_tokens=False, return_tensors="pt")
     with torch.no_grad():
         print(float(model(**ids).logits[0, 0]), pair["score"])      # equal to 1e-4 in float32
-```'''
+```"""
 
 
 def data_facts(recipe: Recipe, train: Sequence[Ranking], heldout: Sequence[Ranking]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from heedful.data.export import write_rows
 from heedful.data.load import load
 from heedful.data.pairs import consensus
 from heedful.data.prompts import prompt_of
+from heedful.data.shipped import data_path
 from heedful.errors import CheckpointError, DataError, EngineError, HeedfulError, ModelError
 from heedful.evaluate.spread import Spread, by_group, spread
 from heedful.models.cache import say_to_stderr
@@ -80,7 +81,7 @@ def score_file(
     """
     if not str(out).endswith((".jsonl", ".jsonl.gz", ".json", ".parquet")):
         raise DataError(f"{out}: name the output .jsonl, .jsonl.gz, .json or .parquet")
-    loaded = load(source, format=format, on_bad_row=on_bad_row, split=split)
+    loaded = load(data_path(source), format=format, on_bad_row=on_bad_row, split=split)
     rows = [row for record in loaded.records for row in _rows(record)]
     if not rows:
         raise DataError(f"{source}: the file holds {loaded.kind} without answers, so there is nothing to score")
@@ -136,9 +137,7 @@ def _identity(model: str, rows: Sequence[dict[str, Any]], options: dict[str, Any
     return {"model": name, "answers": content, **precision}
 
 
-def _score(
-    scorer: Scorer, rows: Sequence[dict[str, Any]], scores: list[float], stream: IO[bytes], source: str
-) -> None:
+def _score(scorer: Scorer, rows: Sequence[dict[str, Any]], scores: list[float], stream: IO[bytes], source: str) -> None:
     """Score what is missing, part by part; each is on disk before the next begins."""
     num_parts = -(-len(rows) // ANSWERS_PER_PART)
     first = len(scores) // ANSWERS_PER_PART

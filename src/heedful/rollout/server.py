@@ -227,7 +227,11 @@ def _check_template(tokenizer: Any) -> None:
     def text(ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    if chat.written_ids(tokenizer, text(prompt + answer), text(prompt)) != prompt + answer:
+    try:
+        same = chat.written_ids(tokenizer, text(prompt + answer), text(prompt)) == prompt + answer
+    except DataError:
+        same = False
+    if not same:
         raise ModelError(
             "this model's tokenizer does not give texts back as they were, so queries cannot be scored as PPO scores "
             "them; use the model itself (ppo.rewards.NAME.model)"

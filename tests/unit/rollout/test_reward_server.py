@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from heedful.data.chat import answer_ids, prompt_ids, set_template, written_ids
-from heedful.errors import ConfigError, DataError, EngineError
+from heedful.errors import ConfigError, DataError, EngineError, ModelError
 from heedful.models.load import load_tokenizer
 from heedful.models.roles import build_reward
 from heedful.pipeline.scorer import open_scorer
@@ -118,6 +118,18 @@ def test_text_is_read_back_to_the_ids_that_made_it(folder, template):
 def test_text_that_cannot_be_read_is_refused(folder, query, prompt, said):
     with pytest.raises(DataError, match=said):
         written_ids(load_tokenizer(folder), query, prompt)
+
+
+def test_a_tokenizer_that_loses_text_is_refused_at_the_start(tmp_path):
+    """As Llama 2's does with blanks: its texts could not be read back to the ids of the live reward."""
+    path = model_folder(tmp_path / "judge", scalar=1)
+    file = path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    strip = {"type": "Strip", "content": "?", "start": 0, "stop": 1}
+    content["decoder"] = {"type": "Sequence", "decoders": [strip, content["decoder"]]}
+    file.write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="does not give texts back as they were"):
+        open_server(str(path), device="cpu")
 
 
 def post(url, body, path="/get_reward", headers=None):
