@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from heedful.data.load import load
-from heedful.data.pairs import consensus
+from heedful.data.pairs import training_ranks
 from heedful.errors import DataError, EngineError
 from heedful.evaluate.reward_card import ScoredRanking, build_card
 from heedful.models.cache import say_to_stderr
@@ -77,16 +77,16 @@ def _judged(record: Ranking, source: str, num_dropped: Counter[str]) -> list[Ans
             what = f"names {unknown!r}, which is no answer's id" if unknown else "must hold pairs (better, worse)"
             raise DataError(f"{source}: ranking {record.group_id!r}: field 'gold' {what}")
         return list(record.answers)
-    ranks = consensus(record)
+    ranks = training_ranks(record)
     same: dict[str, list[Answer]] = {}
     for answer in record.answers:
-        if answer.id in ranks or answer.kind == "bait":
+        if answer.id in ranks:
             same.setdefault(answer.text, []).append(answer)
         else:
             num_dropped["not_ranked"] += 1
     kept = []
     for group in same.values():
-        agree = len({ranks.get(answer.id) for answer in group}) == 1
+        agree = len({ranks[answer.id] for answer in group}) == 1
         kept += group[:1] if agree else []
         num_dropped["identical_answers"] += len(group) - agree
     return kept
@@ -115,11 +115,11 @@ def _scores(
 
 
 def _scored(record: Ranking, answers: Sequence[Answer], scores: list[float]) -> ScoredRanking:
-    ranks = consensus(record)
+    ranks = training_ranks(record)
     place = {answer.id: k for k, answer in enumerate(answers)}
     return ScoredRanking(
         scores=scores,
-        ranks=[ranks.get(answer.id, len(ranks) + 1) for answer in answers],  # unranked: a bait, or of a control item
+        ranks=[ranks.get(answer.id, 0) for answer in answers],  # of a control item they are not read
         num_chars=[len(answer.text) for answer in answers],
         category=record.category,
         source=record.source,

@@ -112,6 +112,7 @@ def render(run: RunFolder, report: dict[str, Any]) -> str:
         plain_metrics=plain_metrics,
         by_category={name: bars for name, m in judges.items() if (bars := _bars(m.get("by_category"), "win_rate"))},
         card_view=card.view((report["reward_card"] or {}).get("card")),
+        learning_curve=card.learning_curve((report["reward_card"] or {}).get("learning_curve")),
         card_bars=_bars(((report["reward_card"] or {}).get("card") or {}).get("accuracy_by_category"), "accuracy"),
         examples=choose_examples(rows),
         num_unreadable=num_unreadable,

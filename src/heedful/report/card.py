@@ -7,7 +7,7 @@ from typing import Any
 
 from heedful.errors import DataError
 from heedful.evaluate.card_text import parts, sentences
-from heedful.records import RewardCard
+from heedful.records import Calibration, RewardCard
 from heedful.report import figures
 
 Bar = tuple[str, float, float | None, float | None, str]
@@ -25,6 +25,17 @@ class CardView:
     sentences: tuple[str, ...] = ()
     reliability: str = ""
     """SVG of accuracy over confidence."""
+
+
+def learning_curve(points: Any) -> str:
+    """SVG of held-out accuracy over the number of rankings trained on; "" where there is no curve."""
+    try:
+        found = [
+            figures.Point(p["num_rankings"], p["accuracy"], p["accuracy_low"], p["accuracy_high"]) for p in points or ()
+        ]
+    except (KeyError, TypeError):
+        return ""
+    return figures.intervals(found, ident="learning", x_label="rankings") if len(found) > 1 else ""
 
 
 def view(card: dict[str, Any] | None) -> CardView:
@@ -45,8 +56,13 @@ def view(card: dict[str, Any] | None) -> CardView:
             for name, part in parts(found)[:MAX_BARS]
         ),
         sentences=tuple(said),
-        reliability=figures.reliability(calibration.bins, ident="calibration") if calibration else "",
+        reliability=_reliability(calibration) if calibration else "",
     )  # fmt: skip
+
+
+def _reliability(found: Calibration) -> str:
+    points = [figures.Point(b.confidence, b.accuracy, b.low, b.high) for b in found.bins]
+    return figures.intervals(points, ident="calibration", x_label="confidence", diagonal=True)
 
 
 def _percent(rate: float) -> str:

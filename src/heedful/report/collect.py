@@ -89,7 +89,7 @@ def verdict(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def reward_card(stages: list[dict[str, Any]], recipe: dict[str, Any]) -> dict[str, Any] | None:
-    """The card with the gate's verdict beside it: {"card", "min_accuracy", "passed", "accepted_weak"}."""
+    """The card, the gate's verdict (min_accuracy, passed, accepted_weak) and the learning curve beside it."""
     card = _result(stages, "reward").get("card")
     if not isinstance(card, dict) or not _is_number(card.get("accuracy")):
         return None
@@ -99,6 +99,7 @@ def reward_card(stages: list[dict[str, Any]], recipe: dict[str, Any]) -> dict[st
         "min_accuracy": minimum,
         "passed": card["accuracy"] >= minimum if _is_number(minimum) else None,
         "accepted_weak": bool(_section(recipe, "ppo").get("accept_weak_reward")),
+        "learning_curve": _result(stages, "reward").get("learning_curve") or [],
     }
 
 

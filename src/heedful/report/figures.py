@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from heedful.records import CalibrationBin
-
 MAX_POINTS = 400
 SMOOTH_FROM = 60
 """Curves with more points than this are drawn pale with their moving average on top."""
@@ -98,20 +96,33 @@ def distributions(shapes: Sequence[tuple[Sequence[float], Sequence[int]]], *, id
     return _render(draw, ident)
 
 
-def reliability(bins: Sequence[CalibrationBin], *, ident: str) -> str:
-    """Accuracy over confidence with intervals; on the dashed diagonal both are equal, as in a calibrated model."""
+class Point(NamedTuple):
+    """A measured value with its interval."""
+
+    x: float
+    value: float
+    low: float
+    high: float
+
+
+def intervals(points: Sequence[Point], *, ident: str, x_label: str, diagonal: bool = False) -> str:
+    """Values with intervals over x.
+
+    Args:
+        diagonal: both axes are fractions from ½ to 1, with a dashed line where they are equal.
+    """
 
     def draw(axes: Any) -> None:
-        x = np.asarray([b.confidence for b in bins])
-        y = np.asarray([b.accuracy for b in bins])
-        spans = np.asarray([[max(b.accuracy - b.low, 0.0), max(b.high - b.accuracy, 0.0)] for b in bins]).T
-        axes.plot([0.5, 1.0], [0.5, 1.0], color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        x, y = np.asarray([p.x for p in points]), np.asarray([p.value for p in points])
+        spans = np.asarray([[max(p.value - p.low, 0.0), max(p.high - p.value, 0.0)] for p in points]).T
         axes.errorbar(x, y, yerr=spans, color=_SERIES[0], linewidth=1.2, marker="o", markersize=4)
-        axes.set_xlim(0.49, 1.01)
-        axes.set_ylim(min(0.49, float((y - spans[0]).min()) - 0.02), 1.01)
+        if diagonal:
+            axes.plot([0.5, 1.0], [0.5, 1.0], color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
+            axes.set_xlim(0.49, 1.01)
+            axes.set_ylim(min(0.49, float((y - spans[0]).min()) - 0.02), 1.01)
         axes.xaxis.get_major_locator().set_params(nbins=6)
         axes.yaxis.get_major_locator().set_params(nbins=6)
-        axes.set_xlabel("confidence")
+        axes.set_xlabel(x_label)
 
     return _render(draw, ident)
 

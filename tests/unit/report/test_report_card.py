@@ -13,10 +13,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from heedful.evaluate.reward_card import ScoredRanking, build_card
-from heedful.records import CalibrationBin
 from heedful.report import figures
 from heedful.report.build import write_report
-from heedful.report.card import MAX_BARS, CardView, view
+from heedful.report.card import MAX_BARS, CardView, learning_curve, view
 
 
 def pairs(num, source="arena", sharpness=3.0):
@@ -53,17 +52,29 @@ def test_the_page_shows_parts_sentences_and_the_plot(make_run, card):
 
 
 def test_the_plot_puts_every_bin_and_its_interval_where_it_belongs(monkeypatch):
-    bins = [CalibrationBin(0.6, 0.3, 0.1, 0.5, 40), CalibrationBin(0.9, 0.8, 0.7, 0.85, 40)]
-    svg = figures.reliability(bins, ident="r")
-    assert svg == figures.reliability(bins, ident="r") and svg != figures.reliability(bins[:1], ident="r")
+    points = [figures.Point(0.6, 0.3, 0.1, 0.5), figures.Point(0.9, 0.8, 0.7, 0.85)]
+    options = {"ident": "r", "x_label": "confidence", "diagonal": True}
+    svg = figures.intervals(points, **options)
+    assert svg == figures.intervals(points, **options) and svg != figures.intervals(points[:1], **options)
     axes = Figure().add_subplot()
     monkeypatch.setattr(figures, "_render", lambda draw, ident: draw(axes))
-    figures.reliability(bins, ident="r")
+    figures.intervals(points, **options)
     (errorbar,) = axes.containers
-    points, _, (spans,) = errorbar
-    assert points.get_xydata() == pytest.approx(np.array([[0.6, 0.3], [0.9, 0.8]]))
+    line, _, (spans,) = errorbar
+    assert line.get_xydata() == pytest.approx(np.array([[0.6, 0.3], [0.9, 0.8]]))
     assert [s[:, 1].tolist() for s in spans.get_segments()] == [pytest.approx([0.1, 0.5]), pytest.approx([0.7, 0.85])]
-    assert axes.get_ylim()[0] < 0.1 and axes.lines[0].get_xydata().tolist() == [[0.5, 0.5], [1.0, 1.0]]
+    assert axes.get_ylim()[0] < 0.1 and axes.lines[-1].get_xydata().tolist() == [[0.5, 0.5], [1.0, 1.0]]
+
+
+def test_the_learning_curve_is_drawn_where_there_is_one(make_run, card):
+    point = {"share": 0.5, "num_rankings": 50, "accuracy": 0.6, "accuracy_low": 0.5, "accuracy_high": 0.7}
+    curve = [point, {**point, "num_rankings": 100, "accuracy": 0.65}]
+    with make_run() as run:
+        run.stage("reward", 1).finish({"card": card.to_json(), "learning_curve": curve})
+    page = write_report(run.path).read_text()
+    assert "Accuracy by the amount of data" in page and page.count("<svg") == 2
+    for none in ([], [point], None, [{"share": 1}], 3):
+        assert learning_curve(none) == ""
 
 
 def test_older_newer_and_broken_cards_show_what_they_have(make_run, card):
