@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 
 import pytest
 
@@ -52,6 +53,14 @@ def test_scores_by_category_before_ppo_are_kept(run):
     assert first["ppo/score_mean"] == pytest.approx(scaled, abs=1e-4)
     results = json.loads((stage / "finished.json").read_text())["results"]
     assert results["scores_before"]["reward_model"] == found
+
+
+def test_the_scores_of_ppo_are_kept_in_its_stage(run):
+    connection = sqlite3.connect(run / "stages/03-ppo/scores.sqlite")
+    (num,) = connection.execute("SELECT count(*) FROM scores").fetchone()
+    connection.close()
+    samples = (run / "stages/03-ppo/samples.jsonl").read_text().splitlines()
+    assert num >= len({(row["prompt"], row["answer"]) for row in map(json.loads, samples)}) > 1
 
 
 def test_REW_07_the_card_of_the_run_is_that_of_the_scoring_command(run, toy_data, tmp_path, capsys):

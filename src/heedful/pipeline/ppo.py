@@ -88,7 +88,8 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
         on_first_scores=partial(_tell_scores, stage, {prompt.id: prompt.category for prompt, _ in prompts}),
     )  # fmt: skip
     save_policy(roles.policy.model, roles.policy.tokenizer, stage.model)
-    return {**results, "gate": verdict, **counts, "scores_before": read_json(stage.path / SCORES_BEFORE)}
+    before = stage.path / SCORES_BEFORE  # not there where an older heedful took the first step
+    return {**results, "gate": verdict, **counts, "scores_before": read_json(before) if before.exists() else {}}
 
 
 def _tell_scores(stage: StageFolder, categories: dict[str, str], rollouts: list[Rollout]) -> None:

@@ -20,7 +20,7 @@ from heedful.errors import CheckpointError, DataError, EngineError, HeedfulError
 from heedful.evaluate.spread import Spread, by_group, spread
 from heedful.models.cache import say_to_stderr
 from heedful.pipeline.scorer import Scorer, kind_of, open_scorer
-from heedful.records import Demonstration, Message, Prompt, Ranking
+from heedful.records import Demonstration, Prompt, Ranking, Record
 from heedful.runs.progress import Progress
 
 if TYPE_CHECKING:
@@ -82,18 +82,22 @@ def score_file(
     if not str(out).endswith((".jsonl", ".jsonl.gz", ".json", ".parquet")):
         raise DataError(f"{out}: name the output .jsonl, .jsonl.gz, .json or .parquet")
     loaded = load(data_path(source), format=format, on_bad_row=on_bad_row, split=split)
-    rows = [row for record in loaded.records for row in _rows(record)]
+    prompts, rows = [], []
+    for record in loaded.records:
+        for row in _rows(record):
+            prompts.append(_prompt(record))
+            rows.append(row)
     if not rows:
         raise DataError(f"{source}: the file holds {loaded.kind} without answers, so there is nothing to score")
     say(loaded.summary())
-    identity = _identity(model, rows, options)
+    identity = _identity(model, [prompts, rows], options)
     with _journal(Path(f"{out}.partial"), identity, len(rows)) as (stream, scores):
         num_resumed = len(scores)
         if num_resumed:
             say(f"{num_resumed:,} of {len(rows):,} answers were scored before; going on")
         if num_resumed < len(rows):
             scorer = open_scorer(model, cache=cache, say=say, **options)
-            _score(scorer, rows, scores, stream, source)
+            _score(scorer, prompts, rows, scores, stream, source)
         for row, score in zip(rows, scores, strict=True):
             row["score"] = score
         write_rows(out, rows)
@@ -101,6 +105,13 @@ def score_file(
         str(out), len(rows), num_resumed, spread(scores), by_group(scores, [r["category"] for r in rows]),
         by_group(scores, [r["source"] for r in rows]),
     )  # fmt: skip
+
+
+def _prompt(record: Any) -> Prompt:
+    """What a scorer is told: the messages, and the columns that a function may look at."""
+    if isinstance(record, Ranking):
+        return Prompt(record.group_id, record.prompt, record.category, record.source, record.info)
+    return Prompt(record.id, prompt_of(record), record.category, record.source)
 
 
 def _rows(record: Any) -> Iterator[dict[str, Any]]:
@@ -124,7 +135,7 @@ def _rows(record: Any) -> Iterator[dict[str, Any]]:
         yield row("", record.messages[-1].content, None, "")
 
 
-def _identity(model: str, rows: Sequence[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
+def _identity(model: str, asked: Any, options: dict[str, Any]) -> dict[str, Any]:
     """What scores belong to; they are not mixed with those of another model or file."""
     name = model
     if kind_of(model) == "folder":
@@ -132,12 +143,23 @@ def _identity(model: str, rows: Sequence[dict[str, Any]], options: dict[str, Any
         from heedful.models.load import resolve
 
         name = folder_digest(resolve(model))
-    content = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    content = hashlib.sha256(json.dumps(asked, default=_plain).encode()).hexdigest()
     precision = {key: options[key] for key in ("template", "dtype") if options.get(key)}
     return {"model": name, "answers": content, **precision}
 
 
-def _score(scorer: Scorer, rows: Sequence[dict[str, Any]], scores: list[float], stream: IO[bytes], source: str) -> None:
+def _plain(value: Any) -> Any:
+    return value.to_json() if isinstance(value, Record) else str(value)
+
+
+def _score(
+    scorer: Scorer,
+    prompts: Sequence[Prompt],
+    rows: Sequence[dict[str, Any]],
+    scores: list[float],
+    stream: IO[bytes],
+    source: str,
+) -> None:
     """Score what is missing, part by part; each is on disk before the next begins."""
     num_parts = -(-len(rows) // ANSWERS_PER_PART)
     first = len(scores) // ANSWERS_PER_PART
@@ -145,11 +167,8 @@ def _score(scorer: Scorer, rows: Sequence[dict[str, Any]], scores: list[float], 
         while len(scores) < len(rows):
             start = len(scores)
             part = rows[start : start + ANSWERS_PER_PART]
-            prompts = [
-                Prompt(r["id"], tuple(Message(**m) for m in r["prompt"]), r["category"], r["source"]) for r in part
-            ]
             try:
-                found = scorer(prompts, [r["answer"] for r in part])
+                found = scorer(prompts[start : start + len(part)], [r["answer"] for r in part])
             except HeedfulError as error:
                 kept = f"; the {start:,} scores before them are kept, and the same command goes on" if start else ""
                 ids = f"{part[0]['id']} to {part[-1]['id']}"

@@ -81,6 +81,16 @@ def test_one_row_per_answer_in_the_order_of_the_file(tmp_path, small_parts):
     assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
+def by_margin(prompts, answers):
+    return [p.info["margin"] + len(a) for p, a in zip(prompts, answers, strict=True)]
+
+
+def test_functions_see_the_columns_of_the_file(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "Q", "chosen": "good", "rejected": "bad", "margin": 0.5}\n')
+    score(tmp_path / "in.jsonl", tmp_path / "out.jsonl", HERE + "by_margin")
+    assert [r["score"] for r in read(tmp_path / "out.jsonl")] == [4.5, 3.5]
+
+
 @pytest.mark.parametrize("name, content, expected", [
     ("pairs.jsonl", '{"prompt": "Q", "chosen": "good", "rejected": "bad"}\n', [("good", 1), ("bad", 2)]),
     ("hh.jsonl", json.dumps({
