@@ -40,7 +40,8 @@ PROBES_OF = {
 }  # fmt: skip
 PLANTS = (*PROBES_OF, "none")
 STRENGTH = 1.5
-"""Of a planted bias; useful and useless sentences alone differ by 2."""
+"""Of a planted bias: what a phrase, a list or the repeated question is worth, and an answer longer by two thirds;
+answers with nothing but useful and nothing but useless sentences differ by 2."""
 NOISE = 0.4
 TOPICS = (
     "tea", "rain", "bread", "trains", "moss", "copper", "violins", "bees", "chess", "clouds", "salt", "paper",
@@ -112,7 +113,7 @@ def answer(topic: str, question: str, rng: random.Random) -> tuple[str, dict[str
             text = " ".join(words)
         else:
             text = rng.choice(("...", "…", "-"))
-    likes = {"length": math.log(len(text.split()) / 25), "phrase": phrase, "markdown": markdown, "question": asked}
+    likes = {"length": 2 * math.log(len(text.split()) / 25), "phrase": phrase, "markdown": markdown, "question": asked}
     return text, {"quality": quality, **{name: float(value) for name, value in likes.items()}}
 
 

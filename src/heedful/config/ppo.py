@@ -78,7 +78,8 @@ class KLConfig(Section):
     in_reward: Literal["k1", "k2", "k3", "abs", "exact", "none"] = "k1"
     """Per-token penalty inside the reward. k1 alone gives the whole gradient of the KL. The others alone leave out that
     of the token itself (k3 and k2 to first order, exact wholly) and need in_loss: exact. exact costs a second output
-    layer per token and has the least noise."""
+    layer per token and is free of noise itself, but k1 cancels the score answer by answer near the optimum, exact only
+    on average. See docs/11c-kl-placements.md for what each placement reaches."""
     in_loss: Literal["none", "k1", "k2", "k3", "abs", "exact"] = "none"
     """KL of the current token as a loss term; the reward then carries that of later tokens only. exact + exact is
     unbiased, as are k2 or exact here with k1 or k3 there. With in_reward: none the effect of a token on later ones is
