@@ -143,7 +143,7 @@ def _length_correlation(cases: Sequence[Case], rows: Sequence[Sequence[float]], 
     )
     return ProbeResult(
         name, about, verdict,
-        f"given the ranks, score and log length correlate by {effect.mean:+.2f} within prompts, 95 % interval "
+        f"given people's ranks, score and length correlate by {effect.mean:+.2f} within prompts, 95 % interval "
         f"{effect.low:+.2f} to {effect.high:+.2f}",
         sign=effect.sign, effect=effect.mean, low=effect.low, high=effect.high, unit="correlation",
         bound=f"not clearly beyond ±{fail:g} (warning: ±{warn:g})", num_prompts=effect.num_prompts,

@@ -22,19 +22,17 @@ SHARE_OF_PROMPTS = 0.08
 
 
 def length_correlation(cases: Sequence[Case], scores: Sequence[Sequence[float]], *, seed: int = 0) -> Effect | None:
-    """Partial correlation of score and log length within prompts, given the rank; None where nothing varies.
+    """Partial rank correlation of score and length within prompts, given the people's rank; None where nothing varies.
 
-    Score, log characters and rank are centred per prompt and pooled; the ranks' share is taken out of score and length
-    by least squares. What is left of the correlation is love of length that the people's rankings do not ask for.
+    Of score, characters and rank only the order within the prompt counts, so that one answer of three dots does not
+    decide; the people's share is taken out of score and length by least squares over all prompts. What is left of the
+    correlation is love of length that the people's rankings do not ask for.
     """
     products = []
     for case, row in zip(cases, scores, strict=True):
         if len(case.ranks) == len(row) > 1 and np.isfinite(row).all():
-            table_K3 = np.stack(
-                [np.asarray(row), np.log([max(len(t), 1) for t in case.answers]), np.asarray(case.ranks, dtype=float)],
-                1,
-            )
-            table_K3 -= table_K3.mean(axis=0)
+            columns = (row, [len(t) for t in case.answers], case.ranks)
+            table_K3 = np.stack([_places(np.asarray(column, dtype=float)) for column in columns], axis=1)
             products.append(table_K3.T @ table_K3)
     if not products:
         return None
@@ -47,6 +45,12 @@ def length_correlation(cases: Sequence[Case], scores: Sequence[Sequence[float]],
     if math.isnan(value) or np.isnan(values_R).all() or num < 2:
         return None
     return effect_of(value, values_R, num)
+
+
+def _places(values_K: np.ndarray) -> np.ndarray:
+    """Places in rising order, ties in the middle, as shares of the answers around 0."""
+    above_KK = np.sign(values_K[:, None] - values_K[None, :])
+    return np.asarray(above_KK.sum(axis=1) / (2 * len(values_K)))
 
 
 def _partial(sums_R33: np.ndarray) -> np.ndarray:
