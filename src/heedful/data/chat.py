@@ -172,8 +172,9 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, a
 def written_ids(tokenizer: PreTrainedTokenizerBase, query: str, prompt: str | None = None) -> list[int]:
     """The ids that :func:`prompt_ids` and :func:`answer_ids` give for a conversation, from its text.
 
-    What the assistant said earlier is found by the text that the template puts before it. Special tokens inside the
-    last answer are left out, as they are where a policy's answer is read.
+    What the assistant said earlier is found by the text that the template puts before it; what the template has
+    rewritten there counts as spoken so, and may then differ in the tokens at its border. Special tokens inside the last
+    answer are left out, as they are where a policy's answer is read.
 
     Args:
         query: prompt and answer as a policy with this template writes them, with or without the end token. A prompt

@@ -195,22 +195,34 @@ def test_a_killed_command_goes_on_where_it_stopped(tmp_path):
     assert out.read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["torn", "other file", "other model", "nonsense"])
+@pytest.mark.parametrize("damage", ["torn", "newline", "other file", "other model", "nonsense"])
 def test_what_is_torn_or_of_something_else_is_not_used(tmp_path, small_parts, monkeypatch, damage):
     source, partial = rankings(tmp_path / "in.jsonl"), tmp_path / "out.jsonl.partial"
     with pytest.raises(EngineError):
         score(source, tmp_path / "out.jsonl", HERE + "nan_at_b7")
     model = HERE + "by_length" if damage == "other model" else HERE + "nan_at_b7"
     monkeypatch.setattr(sys.modules[__name__], "nan_at_b7", by_length)
-    if damage == "torn":
-        partial.write_bytes(partial.read_bytes()[:-9])
+    if damage in ("torn", "newline"):
+        partial.write_bytes(partial.read_bytes()[: -9 if damage == "torn" else -1])
     if damage == "other file":
         rankings(source, 11)
     if damage == "nonsense":
         partial.write_bytes(b"\x00" + partial.read_bytes())
     done = score(source, tmp_path / "out.jsonl", model)
-    assert done.num_resumed == (16 if damage == "torn" else 0)
+    assert done.num_resumed == (16 if damage in ("torn", "newline") else 0)
     assert done.num_answers == len(read(tmp_path / "out.jsonl")) == (33 if damage == "other file" else 30)
+
+
+def test_a_torn_end_is_cut_off_before_more_is_written(tmp_path, small_parts, monkeypatch):
+    source, partial = rankings(tmp_path / "in.jsonl"), tmp_path / "out.jsonl.partial"
+    for _ in range(2):  # fails, is torn, goes on and fails again
+        with pytest.raises(EngineError):
+            score(source, tmp_path / "out.jsonl", HERE + "nan_at_b7")
+        whole = partial.read_bytes()
+        partial.write_bytes(whole[:-9])
+    partial.write_bytes(whole)
+    monkeypatch.setattr(sys.modules[__name__], "nan_at_b7", by_length)
+    assert score(source, tmp_path / "out.jsonl", HERE + "nan_at_b7").num_resumed == 20
 
 
 def test_two_at_once_are_refused(tmp_path):
