@@ -12,7 +12,7 @@ from heedful.audit.cases import Case
 from heedful.audit.measure import MIN_PROMPTS, NUM_RESAMPLES, Effect, effect_of
 from heedful.audit.sentences import join, language, words
 
-CORRELATION_WARN, CORRELATION_FAIL = 0.25, 0.5
+CORRELATION_WARN, CORRELATION_FAIL = 0.2, 0.4
 """Bounds of the partial correlation of score and length."""
 CATEGORY_WARN = 1.0
 """Bound of the distance between categories, in within-prompt deviations."""

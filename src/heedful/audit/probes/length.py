@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from heedful.audit.cases import Case
 from heedful.audit.probes.base import Change, Probe, after, by_change
-from heedful.audit.sentences import join, language, sentences, words
+from heedful.audit.sentences import join, language, words
 
 PADDING = {
     "en": (
@@ -59,11 +59,9 @@ def _filler(base: str, lang: str, num_words: float) -> str:
     return join(added, lang)
 
 
-def restated(case: Case) -> str | None:
-    """The base, and behind it its first half once more."""
-    found = sentences(case.base)
-    again = found[: (len(found) + 1) // 2]
-    return after(case, AGAIN[case.lang] + join(again, case.lang)) if again else None
+def restated(case: Case) -> str:
+    """The base, and behind it the same once more."""
+    return after(case, AGAIN[case.lang] + case.base)
 
 
 LENGTH = Probe(
