@@ -66,6 +66,8 @@ class Row:
     placement: str
     task: str
     beta: float
+    steps: int
+    samples: int
     share: float
     """(J(π) − J(π_ref)) / (J* − J(π_ref))"""
     distance_nats: float
@@ -134,22 +136,22 @@ def run(placement: str, task: str, beta: float, *, seed: int = 0, theory: bool =
         expected, expected_distance = compare(w, limit(w, states, beta, *placement.split("+")), reference_N, beta)
     best_N = w.optimum(reference_N, beta)
     return Row(
-        placement, task, beta, share, distance, w.expected(policy_N, policy_N - reference_N), expected,
-        expected_distance, w.expected(best_N, best_N - reference_N), time.perf_counter() - start,
+        placement, task, beta, config.steps, config.samples_per_step, share, distance,
+        w.expected(policy_N, policy_N - reference_N), expected, expected_distance, w.expected(best_N, best_N - reference_N), time.perf_counter() - start,
     )  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown, one line a run."""
     lines = [
-        "| in_reward | in_loss | task | β | share of the attainable | KL(π ‖ π*) | KL(π ‖ π_ref) | of π* | in theory: "
+        "| in_reward | in_loss | task | β | steps | share of the attainable | KL(π ‖ π*) | KL(π ‖ π_ref) | of π* | in theory: "
         "share | KL(π ‖ π*) | left out of the gradient |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         in_reward, in_loss = r.placement.split("+")
         lines.append(
-            f"| {in_reward} | {in_loss} | {r.task} | {r.beta:g} | {r.share:.2%} | {r.distance_nats:.4f} | "
+            f"| {in_reward} | {in_loss} | {r.task} | {r.beta:g} | {r.steps} | {r.share:.2%} | {r.distance_nats:.4f} | "
             f"{r.kl_nats:.3f} | {r.optimum_kl_nats:.3f} | {r.theory_share:.2%} | {r.theory_distance_nats:.4f} | "
             f"{LEFT_OUT[r.placement]} |"
         )
@@ -168,20 +170,20 @@ def main() -> None:
     placements = [*REQUIRED, *COMPLETE, *INCOMPLETE] if chosen.placements == ["all"] else chosen.placements
     if unknown := set(placements) - set(LEFT_OUT):
         parser.error(f"unknown placement {sorted(unknown)[0]}; choose from {', '.join(LEFT_OUT)}")
-    known: dict[tuple[str, str, float], Row] = {}
+    known: dict[tuple[str, str, float, int, int], Row] = {}
     if chosen.results and chosen.results.exists():
         for line in chosen.results.read_text().splitlines():
             row = Row(**json.loads(line))
-            known[row.placement, row.task, row.beta] = row
-    wanted = [(p, t, b) for p in placements for t in chosen.tasks for b in chosen.betas]
-    for number, (placement, task, beta) in enumerate(wanted, 1):
-        if (placement, task, beta) not in known:
-            row = run(placement, task, beta, steps=chosen.steps, samples=chosen.samples)
-            known[placement, task, beta] = row
+            known[row.placement, row.task, row.beta, row.steps, row.samples] = row
+    wanted = [(p, t, b, chosen.steps, chosen.samples) for p in placements for t in chosen.tasks for b in chosen.betas]
+    for number, key in enumerate(wanted, 1):
+        placement, task, beta, steps, samples = key
+        if key not in known:
+            known[key] = row = run(placement, task, beta, steps=steps, samples=samples)
             if chosen.results:
                 with chosen.results.open("a") as file:
                     file.write(json.dumps(dataclasses.asdict(row)) + "\n")
-        row = known[placement, task, beta]
+        row = known[key]
         print(
             f"{number}/{len(wanted)} {placement} {task} β={beta:g}: share {row.share:.2%} (in theory "
             f"{row.theory_share:.2%}), KL to the optimum {row.distance_nats:.4f} nats, {row.seconds:.0f} s", flush=True

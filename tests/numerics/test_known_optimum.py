@@ -106,6 +106,38 @@ def test_what_they_leave_out(counted):
         torch.testing.assert_close(of_placement(counted, placement, logprobs_SV), whole + part, atol=1e-12, rtol=0)
 
 
+def test_what_the_estimators_follow_instead(counted):
+    """Each identity of docs/11c that is no multiple of own and later: what of the score's gradient is left after it."""
+    w, states, _ = counted
+    logprobs_SV = some_policy(states)
+    pi_SV, ref_SV = logprobs_SV.exp(), states.reference_SV.exp()
+    rho_SV = logprobs_SV - states.reference_SV
+    visits_NT = states.of_answers(logprobs_SV).sum(1, keepdim=True).exp().detach() / w.num_prompts
+
+    def over_states(x_S):
+        return gradient((visits_NT * torch.where(states.mask_NT, x_S[states.states_NT], 0.0)).sum(), logprobs_SV)
+
+    reverse = over_states((ref_SV * -rho_SV).sum(-1))
+    distance = over_states((pi_SV - ref_SV).abs().sum(-1))
+    half_square = over_states((pi_SV * rho_SV**2 / 2).sum(-1))
+    own, later = (gradient(x, logprobs_SV) for x in own_and_later(w, states, logprobs_SV))
+
+    def of_kl(placement):
+        with_kl, without = (of_placement(counted, p, logprobs_SV) for p in (placement, "none+k1"))
+        return -(with_kl - without) / BETA
+
+    # k2's later part is that of E[ρ²/2], so only its own push is compared: on the last token there is no later one
+    last_S = torch.zeros(len(ref_SV), dtype=torch.bool)
+    last_S[states.states_NT[:, -1][states.mask_NT[:, -1]]] = True
+    for found, expected in (
+        (of_kl("none+k3"), reverse),
+        (of_kl("none+abs"), distance),
+        (of_kl("k3+none"), own - reverse + later),
+        (of_kl("k2+none")[last_S], (half_square - own)[last_S]),
+    ):
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
 @pytest.mark.parametrize("placement", ["k2+none", "k3+none"])
 def test_k2_and_k3_in_the_reward_leave_out_own_near_the_reference(counted, placement):
     """Of the KL's gradient, first order in ρ, they have *later* (which is of second order) and nothing of *own*."""
