@@ -44,7 +44,7 @@ def tokenizer() -> Any:
 
 
 def save_policy(folder: Path, seed: int = 0) -> Path:
-    """A random Llama in float32; two layers, since one cannot tell all states apart."""
+    """A random Llama in float32; two layers: one stayed below 99 % even under the exact gradient of J."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     words = tokenizer()

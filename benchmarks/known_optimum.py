@@ -137,15 +137,16 @@ def run(placement: str, task: str, beta: float, *, seed: int = 0, theory: bool =
     best_N = w.optimum(reference_N, beta)
     return Row(
         placement, task, beta, config.steps, config.samples_per_step, share, distance,
-        w.expected(policy_N, policy_N - reference_N), expected, expected_distance, w.expected(best_N, best_N - reference_N), time.perf_counter() - start,
+        w.expected(policy_N, policy_N - reference_N), expected, expected_distance,
+        w.expected(best_N, best_N - reference_N), time.perf_counter() - start,
     )  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown, one line a run."""
     lines = [
-        "| in_reward | in_loss | task | β | steps | share of the attainable | KL(π ‖ π*) | KL(π ‖ π_ref) | of π* | in theory: "
-        "share | KL(π ‖ π*) | left out of the gradient |",
+        "| in_reward | in_loss | task | β | steps | share of the attainable | KL(π ‖ π*) | KL(π ‖ π_ref) | of π* | "
+        "in theory: share | KL(π ‖ π*) | left out of the gradient |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
