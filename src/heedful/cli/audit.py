@@ -8,7 +8,7 @@ import math
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from heedful.cli.score import MODEL_HELP, scorer_options
+from heedful.cli.score import MODEL_HELP, opened_as, scorer_options
 
 if TYPE_CHECKING:
     from heedful.audit.audit import Audit
@@ -52,14 +52,11 @@ def add_parser(verbs: Any) -> None:
 def handle(arguments: argparse.Namespace) -> int:
     """Audit and print."""
     from heedful.pipeline.audit import audit_model
-    from heedful.rollout.cache import ScoreCache
 
     found = audit_model(
         arguments.model, arguments.data, on_bad_row=arguments.on_bad_row, max_prompts=arguments.max_prompts,
         languages=("en", "zh") if arguments.language == "both" else (arguments.language,), seed=arguments.seed,
-        update_card=arguments.update_card, cache=None if arguments.no_cache else ScoreCache(),
-        template=arguments.template, device=arguments.device, dtype=arguments.dtype,
-        micro_batch_tokens=arguments.micro_batch_tokens, timeout_seconds=arguments.timeout_seconds,
+        update_card=arguments.update_card, **opened_as(arguments),
     )  # fmt: skip
     if arguments.json:
         print(json.dumps(as_json(arguments.model, found), indent=2, ensure_ascii=False, allow_nan=False))

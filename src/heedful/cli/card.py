@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from heedful.cli.score import MODEL_HELP, scorer_options
+from heedful.cli.score import MODEL_HELP, opened_as, scorer_options
 
 if TYPE_CHECKING:
     from heedful.records import RewardCard
@@ -45,13 +45,10 @@ def add_parser(verbs: Any) -> None:
 def handle(arguments: argparse.Namespace) -> int:
     """Work out the card and print it."""
     from heedful.pipeline.card import card_of_file
-    from heedful.rollout.cache import ScoreCache
 
     card = card_of_file(
         arguments.model, arguments.file, format=arguments.format, split=arguments.split,
-        on_bad_row=arguments.on_bad_row, seed=arguments.seed, cache=None if arguments.no_cache else ScoreCache(),
-        template=arguments.template, device=arguments.device, dtype=arguments.dtype,
-        micro_batch_tokens=arguments.micro_batch_tokens, timeout_seconds=arguments.timeout_seconds,
+        on_bad_row=arguments.on_bad_row, seed=arguments.seed, **opened_as(arguments),
     )  # fmt: skip
     print(json.dumps(card.to_json(), indent=2, ensure_ascii=False) if arguments.json else as_text(card))
     return 0

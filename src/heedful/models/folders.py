@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from heedful.errors import ModelError
+from heedful.runs.files import file_sha256
 
 WEIGHT_FILES = tuple(n + end for n in ("model.safetensors", "pytorch_model.bin") for end in ("", ".index.json"))
 MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt")
@@ -108,8 +109,7 @@ def folder_digest(path: Path) -> str:
     total = hashlib.sha256()
     for file in sorted(check_model_folder(path).iterdir()):
         if file.is_file() and file.suffix in MODEL_SUFFIXES and not file.name.startswith(NOTES):
-            with file.open("rb") as stream:
-                total.update(f"{file.name}\n{hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+            total.update(f"{file.name}\n{file_sha256(file)}\n".encode())
     return total.hexdigest()
 
 

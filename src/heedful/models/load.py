@@ -16,13 +16,14 @@ from heedful.errors import ModelError
 from heedful.models import cache
 from heedful.models.folders import check_model_folder, is_model_folder, quiet, read_config
 from heedful.models.tokens import ensure_pad as ensure_pad
+from heedful.runs.progress import tell
 
 HEAD_NAMES = ("score", "classifier", "classification_head")
 FORMS = "a hub id such as owner/model, a local folder, a .gguf file or the alias " + ", ".join(cache.ALIASES)
 _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
-def resolve(name: str, *, say: cache.Say = cache.say_to_stderr) -> Path:
+def resolve(name: str, *, say: cache.Say = tell) -> Path:
     """The local folder of a model, fetched or converted first where needed.
 
     Args:

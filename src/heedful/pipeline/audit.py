@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from heedful.rollout.cache import ScoreCache
 
 SECONDS_BETWEEN_LINES = 5.0
-CARD_FILE = "reward_card.json"
 
 
 def audit_model(
@@ -92,7 +91,7 @@ def sentences(found: Audit) -> list[str]:
 
 def add_to_card(path: Path, found: Audit) -> RewardCard:
     """Write the probes into the card of a reward model's folder, or the audit's own card where there is none."""
-    from heedful.models.export import load_reward_card
+    from heedful.models.export import CARD_FILE, load_reward_card
     from heedful.pipeline.model_card import write_model_card
 
     card = load_reward_card(path) or found.card

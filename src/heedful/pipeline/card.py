@@ -11,10 +11,9 @@ from heedful.data.load import load
 from heedful.data.pairs import training_ranks
 from heedful.errors import DataError, EngineError
 from heedful.evaluate.reward_card import ScoredRanking, build_card
-from heedful.models.cache import say_to_stderr
 from heedful.pipeline.scorer import Scorer, open_scorer
 from heedful.records import Answer, Prompt, Ranking, RewardCard
-from heedful.runs.progress import Progress
+from heedful.runs.progress import Progress, tell
 
 if TYPE_CHECKING:
     from heedful.rollout.cache import ScoreCache
@@ -32,7 +31,7 @@ def card_of_file(
     on_bad_row: str = "error",
     seed: int = 0,
     cache: ScoreCache | None = None,
-    say: Callable[[str], None] = say_to_stderr,
+    say: Callable[[str], None] = tell,
     **options: Any,
 ) -> RewardCard:
     """Score every answer of ``source`` and work out the card.

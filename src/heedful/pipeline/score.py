@@ -18,10 +18,9 @@ from heedful.data.prompts import prompt_of
 from heedful.data.shipped import data_path
 from heedful.errors import CheckpointError, DataError, EngineError, HeedfulError, ModelError
 from heedful.evaluate.spread import Spread, by_group, spread
-from heedful.models.cache import say_to_stderr
 from heedful.pipeline.scorer import Scorer, kind_of, open_scorer
 from heedful.records import Demonstration, Prompt, Ranking, Record
-from heedful.runs.progress import Progress
+from heedful.runs.progress import Progress, tell
 
 if TYPE_CHECKING:
     from heedful.rollout.cache import ScoreCache
@@ -59,7 +58,7 @@ def score_file(
     split: str | None = None,
     on_bad_row: str = "error",
     cache: ScoreCache | None = None,
-    say: Callable[[str], None] = say_to_stderr,
+    say: Callable[[str], None] = tell,
     **options: Any,
 ) -> Scored:
     """Score every answer of ``source`` and write one row per answer to ``out``, in the order of the file.

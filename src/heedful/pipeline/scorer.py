@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from heedful.errors import EngineError
-from heedful.models.cache import say_to_stderr
 from heedful.records import Completion, Prompt
+from heedful.runs.progress import tell
 
 if TYPE_CHECKING:
     from heedful.rollout.cache import ScoreCache
@@ -31,7 +32,7 @@ def open_scorer(
     retries: int = 3,
     finite: bool = True,
     cache: ScoreCache | None = None,
-    say: Callable[[str], None] = say_to_stderr,
+    say: Callable[[str], None] = tell,
 ) -> Scorer:
     """The scorer that a name on the command line means; only a reward model's folder needs torch.
 
@@ -98,16 +99,10 @@ def _folder(
 
 def _function(model: str) -> Callable[..., Any]:
     from heedful.config.functions import load_function
+    from heedful.rollout.sources import ask_function
 
     function = load_function(model, "MODEL", takes="(prompts, answers)", arguments=([], []))
-
-    def ask(prompts: list[Prompt], answers: list[str]) -> Any:
-        try:
-            return function(prompts, answers)
-        except Exception as error:  # the user's function may raise anything
-            raise EngineError(f"{model} failed: {error!r}") from error
-
-    return ask
+    return partial(ask_function, function, model)
 
 
 def _server(
@@ -138,12 +133,9 @@ def _server(
 
 def _numbers(model: str, values: Any, prompts: Sequence[Prompt], finite: bool) -> list[float]:
     """What a scorer gave as floats, one per answer."""
-    try:
-        numbers = [float(v) for v in values]
-    except (TypeError, ValueError) as error:
-        raise EngineError(f"{model} must give a list with one number per answer ({error})") from None
-    if len(numbers) != len(prompts):
-        raise EngineError(f"{model} gave {len(numbers)} scores for {len(prompts)} answers")
+    from heedful.rollout.score import as_numbers
+
+    numbers = as_numbers(model, values, len(prompts))
     for value, prompt in zip(numbers, prompts, strict=True):
         if finite and not math.isfinite(value):
             raise EngineError(f"{model} gave {value} for an answer to prompt {prompt.id!r}; a score must be finite")

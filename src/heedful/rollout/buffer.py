@@ -24,7 +24,7 @@ from torch import Tensor
 
 from heedful.errors import CheckpointError
 from heedful.records import Completion
-from heedful.rollout.engine import Engine, Request, Sampling
+from heedful.rollout.engine import ANSWERS_TOGETHER, Engine, Request, Sampling
 from heedful.runs.files import sync_folder
 
 _NAME = re.compile(r"^step-(\d{8})\.jsonl$")
@@ -46,7 +46,7 @@ class RolloutBuffer:
         seed: int,
         step: int,
         weights: Mapping[str, Tensor],
-        chunk: int = 64,
+        chunk: int = ANSWERS_TOGETHER,
     ) -> list[Completion]:
         """What ``engine.generate(requests, sampling, seed=seed)`` gives, in order, ``chunk`` requests at a time.
 

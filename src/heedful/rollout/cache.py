@@ -17,9 +17,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, final
 
-from heedful.models.cache import cache_folder, say_to_stderr
+from heedful.models.cache import cache_folder
 from heedful.models.folders import folder_digest
 from heedful.records import Message
+from heedful.runs.progress import tell
 
 if TYPE_CHECKING:
     from heedful.rollout.score import RewardModel
@@ -42,7 +43,7 @@ class ScoreCache:
         path: Path | None = None,
         *,
         max_entries: int = MAX_ENTRIES,
-        say: Callable[[str], None] = say_to_stderr,
+        say: Callable[[str], None] = tell,
     ) -> None:
         """
         Args:

@@ -22,7 +22,7 @@ from heedful.errors import EngineError
 from heedful.models.lora import merged_state
 from heedful.models.parts import LanguageModel
 from heedful.records import Completion
-from heedful.rollout.engine import Request, Sampling, sample_seed
+from heedful.rollout.engine import ANSWERS_TOGETHER, Request, Sampling, sample_seed
 
 COMPACT_BELOW = 0.8
 """Finished rows are dropped once the rest is below this share; each drop copies the cache."""
@@ -40,7 +40,7 @@ class _Row:
 class HFEngine:
     """Decodes with transformers in this process."""
 
-    def __init__(self, policy: LanguageModel, end_ids: Sequence[int], *, batch_size: int = 64) -> None:
+    def __init__(self, policy: LanguageModel, end_ids: Sequence[int], *, batch_size: int = ANSWERS_TOGETHER) -> None:
         self._tokenizer = policy.tokenizer
         self._device = policy.device
         self._end_ids = torch.tensor(sorted(end_ids), device=policy.device)

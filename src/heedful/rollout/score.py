@@ -142,16 +142,22 @@ class Scoring:
 
 def _numbers(name: str, values: Any, completions: Sequence[Completion]) -> list[float]:
     """What a source gave as finite floats, one per completion."""
-    try:
-        numbers = [float(v) for v in values]
-    except (TypeError, ValueError) as error:
-        raise EngineError(f"reward {name!r} must give a list with one number per answer ({error})") from None
-    if len(numbers) != len(completions):
-        raise EngineError(f"reward {name!r} gave {len(numbers)} scores for {len(completions)} answers")
+    numbers = as_numbers(f"reward {name!r}", values, len(completions))
     for value, completion in zip(numbers, completions, strict=True):
         if not math.isfinite(value):
             raise EngineError(
                 f"reward {name!r} gave {value} for prompt {completion.prompt_id!r}, sample "
                 f"{completion.sample_index}; a reward must be a finite number"
             )
+    return numbers
+
+
+def as_numbers(who: str, values: Any, num_answers: int) -> list[float]:
+    """What ``who`` gave as floats, one per answer; raises EngineError in its name when that is something else."""
+    try:
+        numbers = [float(v) for v in values]
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"{who} must give a list with one number per answer ({error})") from None
+    if len(numbers) != num_answers:
+        raise EngineError(f"{who} gave {len(numbers)} scores for {num_answers} answers")
     return numbers

@@ -22,9 +22,9 @@ from typing import Any, final
 
 from heedful.data import chat
 from heedful.errors import ConfigError, DataError, ModelError
-from heedful.models.cache import say_to_stderr
 from heedful.models.parts import ScalarModel
 from heedful.records import Message
+from heedful.runs.progress import tell
 
 MAX_BODY_BYTES = 64 * 2**20
 READ_TIMEOUT_SECONDS = 60.0
@@ -52,7 +52,7 @@ class RewardServer:
         port: int = 0,
         micro_batch_tokens: int = 4096,
         max_body_bytes: int = MAX_BODY_BYTES,
-        say: Callable[[str], None] = say_to_stderr,
+        say: Callable[[str], None] = tell,
     ) -> None:
         """Binds the address; :meth:`serve` answers.
 

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 from heedful.config.functions import load_function
 from heedful.errors import ConfigError, EngineError
-from heedful.models.cache import say_to_stderr
 from heedful.records import Completion, Prompt
+from heedful.runs.progress import tell
 
 ANSWERS_PER_REQUEST = 64
 LONGEST_PAUSE_SECONDS = 60.0
@@ -34,11 +34,18 @@ class FunctionReward:
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[float]:
         """Raises EngineError when the function does."""
-        try:
-            given: Sequence[float] = self._function(list(prompts), [c.text for c in completions])
-        except (Exception, SystemExit) as error:  # the user's function may raise anything
-            raise EngineError(f"reward {self.name!r}: {self._spec} failed: {error!r}") from error
+        given: Sequence[float] = ask_function(
+            self._function, f"reward {self.name!r}: {self._spec}", list(prompts), [c.text for c in completions]
+        )
         return given
+
+
+def ask_function(function: Callable[..., Any], who: str, prompts: list[Prompt], answers: list[str]) -> Any:
+    """What a user's function gives; raises EngineError in the name of ``who`` when it fails."""
+    try:
+        return function(prompts, answers)
+    except (Exception, SystemExit) as error:  # the user's function may raise anything
+        raise EngineError(f"{who} failed: {error!r}") from error
 
 
 def load_reward_function(name: str, function: str) -> Callable[..., Any]:
@@ -69,7 +76,7 @@ class HTTPReward:
         timeout_seconds: float = 60.0,
         retries: int = 3,
         pause_seconds: float = 1.0,
-        say: Callable[[str], None] = say_to_stderr,
+        say: Callable[[str], None] = tell,
     ) -> None:
         """
         Args:

