@@ -84,6 +84,10 @@ class RankingBatch:
     """float32 [P, K, K]; by how much the better of two answers leads"""
     targets_PKK: Tensor | None = None
     """float32 [P, K, K]; P(i better than j), NaN = nobody compared them; None = the ranks say all"""
+    head_ranks_HPK: Tensor | None = None
+    """int64 [H, P, K]; the ranks that each head is taught, 0 = none; None = ``ranks_PK``"""
+    head_weights_HP: Tensor | None = None
+    """float32 [H, P]; what each prompt weighs in each head's loss"""
     ids: tuple[str, ...] = ()
     """group ids, for messages"""
     shared: bool = False

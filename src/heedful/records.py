@@ -53,11 +53,7 @@ class Record:
         unknown = sorted(set(data) - set(fields))
         if unknown:
             raise DataError(f"{cls.__name__}: unknown key {unknown[0]!r}; known keys are {', '.join(fields)}")
-        required = [
-            name
-            for name, f in fields.items()
-            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        ]
+        required = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
         missing = [name for name in required if name not in data]
         if missing:
             raise DataError(f"{cls.__name__}: missing key {missing[0]!r}")
@@ -171,6 +167,8 @@ class Ranking(Record):
     gold: tuple[tuple[str, ...], ...] | None = None
     """For a control item: (better, worse) answer-id pairs that a careful rater gets right."""
     info: dict[str, Any] = field(default_factory=dict)
+    ratings: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Attribute ("helpful", "safe", …) → answer id → number, higher is better; what was not rated is absent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +377,8 @@ class RewardCard(Record):
     """Rankings or answers with a known place; they count nowhere else."""
     baits: Accuracy | None = None
     """Pairs of an answer and a bait (fluent and wrong); they count nowhere else."""
+    attributes: dict[str, Accuracy] = field(default_factory=dict)
+    """Of each attribute's own head on its own ratings."""
     probes: tuple[ProbeResult, ...] = ()
     """What the audit asked; () = not audited."""
     audit_verdict: str | None = None

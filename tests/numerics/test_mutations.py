@@ -307,6 +307,13 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ),
         ("scores_PK.detach())", "scores_PK)"),
         ("torch.where(pair_PKK, scores_PK[:, :, None] - scores_PK[:, None, :], 0.0)", "pair_PKK.float()"),
+        ("if weights_P is not None:", "if False:"),
+        ("weight_PKK * weights_P[:, None, None]", "weights_P[:, None, None]"),
+        ("denominator, weights_P),\n        order(", "denominator),\n        order("),
+        (
+            "LossOut(_per_prompt(loss_PKK, pair_PKK, denominator, weights_P), metrics",
+            "LossOut(_per_prompt(loss_PKK, pair_PKK, denominator), metrics",
+        ),
         # every token
         ("torch.where(mask_PK, lengths_PK, 1)\n    place_T", "lengths_PK\n    place_T"),
         ("(place_T < lengths_PK[:, :, None]) & mask_PK[:, :, None]", "(place_T < lengths_PK[:, :, None])"),

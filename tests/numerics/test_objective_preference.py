@@ -93,6 +93,22 @@ def test_ranking_weighs_prompts_equally():
     assert_close(grad[1, 2:], torch.zeros(2), largest=0.0)
 
 
+def test_weights_count_a_prompt_so_many_times():
+    """Three copies of a prompt and none of another are weights of 3 and 0; the denominator is that of the step."""
+    torch.manual_seed(1)
+    scores, ranks = torch.randn(3, 4), torch.tensor([[1, 2, 3, 4], [2, 1, 0, 0], [1, 2, 2, 0]])
+    mask = mask_of([4, 2, 3], 4)
+    rows = [0, 0, 0, 2]
+    ids, lengths = torch.randint(9, (3, 4, 5)), torch.tensor([[5, 3, 4, 2], [2, 5, 1, 1], [1, 4, 5, 1]])
+    values, weights = torch.randn(3, 4, 5), torch.tensor([3.0, 0.0, 1.0])
+    copied = preference.ranking(scores[rows], ranks[rows], mask[rows], denominator=3)
+    weighted = preference.ranking(scores, ranks, mask, denominator=3, weights_P=weights)
+    assert_close(weighted.loss, copied.loss)
+    copied = preference.every_token(values[rows], ids[rows], lengths[rows], ranks[rows], mask[rows], denominator=3)
+    weighted = preference.every_token(values, ids, lengths, ranks, mask, denominator=3, weights_P=weights)
+    assert_close(weighted.loss, copied.loss)
+
+
 def test_SFT_07_ranking_micro_batches_add_up():
     torch.manual_seed(0)
     scores, ranks = torch.randn(6, 4), torch.randint(1, 5, (6, 4))

@@ -183,6 +183,9 @@ def _preference_lines(found: Any) -> list[tuple[str, str]]:
         ("identical answers", f"{found.num_identical_answers:,}"),
         ("judgements", f"{found.num_judgements:,}"),
     ]
+    for name, rated in found.attributes.items():
+        counts = f"{rated.num_answers:,} answers of {rated.num_rankings:,} rankings, {rated.num_pairs:,} pairs apart"
+        lines.append((f"rated {name}", f"{counts}, {rated.lowest:g} to {rated.highest:g}"))
     if found.longer_wins is not None:
         shares = f"{found.longer_wins:.1%} by prompt, {found.longer_wins_pairs:.1%} by pair"
         lines.append(("longer answer wins", shares))

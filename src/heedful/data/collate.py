@@ -110,9 +110,17 @@ def ranking_batch(samples: Sequence[RankingSample], pad_id: int, *, share_prompt
         lengths_PK=lengths_PK,
         strengths_PKK=strengths_PKK,
         targets_PKK=None if all(sample.targets is None for sample in samples) else targets_PKK,
+        head_ranks_HPK=_head_ranks(samples, K) if samples[0].heads else None,
+        head_weights_HP=torch.tensor([[h.weight for h in s.heads] for s in samples]).T if samples[0].heads else None,
         ids=tuple(sample.group_id for sample in samples),
         shared=share_prompts,
     )
+
+
+def _head_ranks(samples: Sequence[RankingSample], K: int) -> Tensor:
+    """int64 [H, P, K], 0 where a head is taught nothing."""
+    rows = [[[*h.ranks, *[0] * (K - len(h.ranks))] for h in sample.heads] for sample in samples]
+    return torch.tensor(rows, dtype=torch.int64).transpose(0, 1).contiguous()
 
 
 def completion_batch(

@@ -35,6 +35,18 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class Rated:
+    """How much there is of an attribute's ratings."""
+
+    num_rankings: int
+    num_answers: int
+    num_pairs: int
+    """Pairs of answers to one prompt with different ratings."""
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True)
 class Preferences:
     """What the rankings of a file say."""
 
@@ -51,6 +63,8 @@ class Preferences:
     """The same with every pair weighted equally."""
     num_judgements: int
     agreement: Agreement | None
+    attributes: dict[str, Rated]
+    """What the answers are rated by."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +219,15 @@ def _preferences(rankings: list[Ranking]) -> Preferences:
         longer_wins_pairs=wins / num_pairs if num_pairs else None,
         num_judgements=sum(len(ranking.rankings) for ranking in rankings),
         agreement=agreement(rankings),
+        attributes={name: _rated(rankings, name) for name in sorted({name for r in rankings for name in r.ratings})},
     )
+
+
+def _rated(rankings: list[Ranking], name: str) -> Rated:
+    given = [list(ranking.ratings[name].values()) for ranking in rankings if ranking.ratings.get(name)]
+    num_pairs = sum(a != b for values in given for a, b in combinations(values, 2))
+    every = [value for values in given for value in values]
+    return Rated(len(given), len(every), num_pairs, min(every, default=0.0), max(every, default=0.0))
 
 
 def _leakage(prompts: list[str], other: str | Path) -> Leakage:

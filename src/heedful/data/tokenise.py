@@ -21,6 +21,16 @@ TooLong = Literal["drop", "cut"]
 
 
 @dataclass(frozen=True, slots=True)
+class HeadLabels:
+    """One ranking as one head of a reward model sees it."""
+
+    ranks: list[int]
+    """1 = best, equal = tie, 0 = says nothing of this answer"""
+    weight: float = 1.0
+    """Of the prompt in this head's loss"""
+
+
+@dataclass(frozen=True, slots=True)
 class RankingSample:
     """One ranking as token ids: K sequences that all start with the same prompt."""
 
@@ -43,6 +53,10 @@ class RankingSample:
     """By how much i leads j or j leads i; None = the distance of their ranks"""
     gold: tuple[tuple[int, int], ...] = ()
     """Places of the (better, worse) answers of a control item"""
+    ratings: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Attribute → answer id → number, higher is better; what was not rated is absent"""
+    heads: tuple[HeadLabels, ...] = ()
+    """What each head of a model with several is taught of this ranking; () = the ranking itself"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +299,7 @@ def _labelled(
         targets=soft_labels(record, answers, labels),
         strengths=strengths(record, answers, ranks) if margins else None,
         gold=tuple(gold),
+        ratings=record.ratings,
     )
 
 

@@ -59,6 +59,7 @@ def ranking(
     targets_PKK: Float[Tensor, "P K K"] | None = None,
     margins_PKK: Float[Tensor, "P K K"] | None = None,
     ties: Ties = "skip",
+    weights_P: Float[Tensor, "P"] | None = None,
 ) -> LossOut:
     """Bradley–Terry loss over all pairs of each ranking, averaged per prompt, then over prompts (Ouyang et al. 2022).
 
@@ -75,6 +76,7 @@ def ranking(
         targets_PKK: soft labels q of the pairs that the ranks tell apart, read at [i, j] with i the better ranked;
             NaN = nobody compared the two, no pair. None = 1. A tie has one half.
         margins_PKK: by how much i should lead j (Touvron et al. 2023), read at the same places; none in a tie.
+        weights_P: what each prompt weighs, 0 = nothing; None = 1. They do not change the denominator.
 
     Returns:
         loss, and the metrics ``accuracy`` and ``margin`` as in :func:`bradley_terry` over the pairs that the ranks tell
@@ -87,7 +89,8 @@ def ranking(
     loss_PKK = _pair_losses(difference_PKK, ranks_PK, label_smoothing, targets_PKK, margins_PKK)
     told_apart_PKK = pair_PKK & better(ranks_PK, mask_PK)
     return LossOut(
-        _per_prompt(loss_PKK, pair_PKK, denominator), order(scores_PK, told_apart_PKK, denominator=denominator)
+        _per_prompt(loss_PKK, pair_PKK, denominator, weights_P),
+        order(scores_PK, told_apart_PKK, denominator=denominator),
     )
 
 
@@ -103,6 +106,7 @@ def every_token(
     targets_PKK: Float[Tensor, "P K K"] | None = None,
     margins_PKK: Float[Tensor, "P K K"] | None = None,
     ties: Ties = "skip",
+    weights_P: Float[Tensor, "P"] | None = None,
 ) -> LossOut:
     """As :func:`ranking`, a pair's loss averaged over tokens (Yao et al. 2023, DeepSpeed-Chat).
 
@@ -133,7 +137,7 @@ def every_token(
     loss_PKK = torch.where(counts_PKKT, loss_PKKT, 0.0).sum(dim=3) / counts_PKKT.sum(dim=3).clamp(min=1)
     told_apart_PKK = pair_PKK & better(ranks_PK, mask_PK)
     metrics = order(values_PKT[..., -1], told_apart_PKK, denominator=denominator)
-    return LossOut(_per_prompt(loss_PKK, pair_PKK, denominator), metrics)
+    return LossOut(_per_prompt(loss_PKK, pair_PKK, denominator, weights_P), metrics)
 
 
 def pairs(
@@ -275,10 +279,14 @@ def _pair_losses(
     return _negative_log_likelihood(difference, label_smoothing, torch.where(tied_PKK, 0.5, target_PKK)[each])
 
 
-def _per_prompt(x_PKK: Tensor, pair_PKK: Tensor, denominator: float | Tensor | None) -> Tensor:
+def _per_prompt(
+    x_PKK: Tensor, pair_PKK: Tensor, denominator: float | Tensor | None, weights_P: Tensor | None = None
+) -> Tensor:
     """Mean over the pairs of a prompt, then over the prompts that have one."""
     num_pairs_P = pair_PKK.sum(dim=(1, 2))
     weight_PKK = pair_PKK / num_pairs_P.clamp(min=1)[:, None, None]
+    if weights_P is not None:
+        weight_PKK = weight_PKK * weights_P[:, None, None]
     count = (num_pairs_P > 0).sum() if denominator is None else denominator
     return masked.mean(x_PKK * weight_PKK, pair_PKK, denominator=count)
 

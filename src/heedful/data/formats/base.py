@@ -68,6 +68,8 @@ class Candidate(NamedTuple):
     policy: str = ""
     score: float | None = None
     id: str = ""
+    ratings: Mapping[str, float] | None = None
+    """By attribute, higher is better."""
 
 
 # Fields of a row.
@@ -262,7 +264,25 @@ def ranking(
         lang=optional_text(row, "lang", "language"),
         source=optional_text(row, "source", "dataset"),
         info=info or {},
+        ratings=_by_attribute(ids, candidates),
     )
+
+
+def _by_attribute(ids: Sequence[str], candidates: Sequence[Candidate]) -> dict[str, dict[str, float]]:
+    names = dict.fromkeys(name for c in candidates for name in c.ratings or ())
+    return {
+        name: {i: c.ratings[name] for i, c in zip(ids, candidates) if c.ratings and name in c.ratings}
+        for name in names
+    }  # fmt: skip
+
+
+def ratings(content: Any, field: str) -> dict[str, float]:
+    """{name: number} as it stands in a row; null = not rated."""
+    if content is not None and not isinstance(content, Mapping):
+        raise BadRow("wrong_type", f"field {field!r} must be {{name: number}}, not {type(content).__name__}")
+    return {
+        str(name): number(value, f"{field}.{name}") for name, value in (content or {}).items() if value is not None
+    }
 
 
 def pair(

@@ -113,10 +113,20 @@ def _maybe(row: Fields, key: str) -> float | None:
     return number(row[key], key) if row.get(key) is not None else None
 
 
+_PKU_ATTRIBUTES = {"helpful": "better_response_id", "safe": "safer_response_id"}
+
+
 def _parse_pku(which: str, row: Fields) -> Ranking:
-    """``better_response_id`` (helpful) and ``safer_response_id`` (harmless) are two preferences, never merged."""
+    """``better_response_id`` (helpful) and ``safer_response_id`` (safe) are two preferences, never merged.
+
+    One is the ranking; each is a rating of its own too, 1 for the response that it names and 0 for the other.
+    """
     chosen = choice(value(row, which), which)
-    first, second = (Candidate(f"response_{i}", value(row, f"response_{i}")) for i in (0, 1))
+    wins = {name: choice(row[key], key) for name, key in _PKU_ATTRIBUTES.items() if row.get(key) is not None}
+    first, second = (
+        Candidate(f"response_{i}", value(row, f"response_{i}"), ratings={n: float(w == i) for n, w in wins.items()})
+        for i in (0, 1)
+    )
     info = kept_info(row, "is_response_0_safe", "is_response_1_safe")
     prompt = conversation(value(row, "prompt"), "prompt")
     return pair(row, prompt, first, second, 1 if chosen == 0 else -1, info=info)

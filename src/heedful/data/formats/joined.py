@@ -29,13 +29,16 @@ def join_by_prompt(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def _parse_helpsteer(row: Fields) -> Ranking:
-    """Ranked by ``helpfulness`` (0 to 4, higher is better); the other aspects are kept in ``info``."""
+    """Ranked by ``helpfulness`` (0 to 4, higher is better); all aspects are ratings, complexity and verbosity too."""
     rows = row["rows"]
     scores = [number(value(r, "helpfulness"), "helpfulness", low=0, high=4) for r in rows]
-    candidates = [Candidate("response", value(r, "response"), score=score) for r, score in zip(rows, scores)]
-    aspects = {f"a{i}": {key: r.get(key) for key in _HELPSTEER_ASPECTS} for i, r in enumerate(rows, 1)}
+    candidates = [
+        Candidate("response", value(r, "response"), score=score,
+                  ratings={key: number(r[key], key) for key in _HELPSTEER_ASPECTS if r.get(key) is not None})
+        for r, score in zip(rows, scores)
+    ]  # fmt: skip
     prompt = read_prompt(value(rows[0], "prompt"), "prompt")
-    return ranking(rows[0], prompt, candidates, dense(scores), info={"aspects": aspects})
+    return ranking(rows[0], prompt, candidates, dense(scores))
 
 
 def join_messages(rows: Iterable[Row]) -> Iterator[Row]:

@@ -21,6 +21,7 @@ from heedful.data.formats.base import (
     objects,
     optional_text,
     ranking,
+    ratings,
     text,
     value,
 )
@@ -69,6 +70,12 @@ def _parse_master(row: Fields) -> Ranking:
     data["rankings"] = judgements
     if data.get("consensus") is not None:
         data["consensus"] = read_ranks(data["consensus"], seen, "consensus")
+    data["ratings"] = {
+        name: ratings(rated, f"ratings.{name}") for name, rated in mapping(data, "ratings").items() if rated is not None
+    }
+    unknown = next((i for rated in data["ratings"].values() for i in rated if i not in seen), None)
+    if unknown is not None:
+        raise BadRow("unknown_answer_id", f"field 'ratings' rates {unknown!r}, which is no answer's id")
     for pair in listing(data, "gold") if data.get("gold") else ():
         if not isinstance(pair, list | tuple) or len(pair) != 2 or len(seen & {*map(str, pair)}) < 2:
             raise BadRow("bad_gold", f"field 'gold' has {pair!r:.60} where a [better, worse] pair of answer ids is due")
@@ -121,8 +128,12 @@ def whole_ranks(ranks: Sequence[Any], field: str) -> list[int]:
 
 
 def _parse_rankings(row: Fields) -> Ranking:
-    """Best first; equal scores are a tie, scores that contradict the order are refused; ``rank``, if given, decides."""
+    """Best first; equal scores are a tie, scores that contradict the order are refused; ``rank``, if given, decides.
+
+    ``ratings`` of an answer are {attribute: number}, those of the row {attribute: a number or null per answer}.
+    """
     items = [item if isinstance(item, Mapping) else {"text": item} for item in listing(row, "answers")]
+    of_row = _ratings_of_row(row, len(items))
     candidates = [
         Candidate(
             f"answers[{i}].text",
@@ -130,6 +141,7 @@ def _parse_rankings(row: Fields) -> Ranking:
             optional_text(item, "source", "policy", "model"),
             number(item["score"], f"answers[{i}].score") if item.get("score") is not None else None,
             str(item.get("id") or ""),
+            ratings(item.get("ratings"), f"answers[{i}].ratings") | of_row[i],
         )
         for i, item in enumerate(items)
     ]
@@ -148,6 +160,16 @@ def _parse_rankings(row: Fields) -> Ranking:
             raise BadRow("score_contradicts", "the scores do not fall, but the answers must stand best first")
         ranks = dense(known)
     return ranking(row, read_prompt(value(row, "prompt"), "prompt"), candidates, ranks)
+
+
+def _ratings_of_row(row: Fields, num_answers: int) -> list[dict[str, float]]:
+    """One {attribute: number} per answer from lists beside the answers."""
+    lists = mapping(row, "ratings")
+    for name in lists:
+        if len(listing(lists, name, optional=True)) not in (0, num_answers):
+            raise BadRow("wrong_length", f"field 'ratings.{name}' must hold one number (or null) per answer")
+    given = {name: values for name, values in lists.items() if values}
+    return [ratings({name: values[i] for name, values in given.items()}, "ratings") for i in range(num_answers)]
 
 
 def _looks_rankings(row: Fields) -> str | None:
@@ -181,17 +203,28 @@ def _looks_nectar(row: Fields) -> str | None:
 def _parse_ultrafeedback(row: Fields) -> Ranking:
     """Ranked by ``fine-grained_score`` (1 to 5, mean of the aspects), else by ``overall_score`` (1 to 10).
 
-    The overall score of the published set is known to hold 10 where 1 was meant, so it comes second.
+    The overall score of the published set is known to hold 10 where 1 was meant, so it comes second. The ratings of
+    the aspects are kept (N/A = not rated).
     """
     items = listing(row, "completions")
     key, high = ("fine-grained_score", 5) if all("fine-grained_score" in i for i in items) else ("overall_score", 10)
     scores = [number(i.get(key), f"completions[{n}].{key}", low=1, high=high) for n, i in enumerate(items)]
     candidates = [
-        Candidate(f"completions[{n}].response", item.get("response"), optional_text(item, "model"), score)
+        Candidate(f"completions[{n}].response", item.get("response"), optional_text(item, "model"), score,
+                  ratings=_aspects(item, f"completions[{n}].annotations"))
         for n, (item, score) in enumerate(zip(items, scores))
-    ]
+    ]  # fmt: skip
     prompt = conversation(value(row, "instruction"), "instruction")
     return ranking(row, prompt, candidates, dense(scores))
+
+
+def _aspects(item: Fields, field: str) -> dict[str, float]:
+    found = {}
+    for name, aspect in mapping(item, "annotations").items():
+        rating = aspect.get("Rating") if isinstance(aspect, Mapping) else aspect
+        if rating is not None and str(rating).strip().upper() not in ("N/A", ""):
+            found[str(name)] = number(rating, f"{field}.{name}")
+    return found
 
 
 def _looks_completions(inner: str, row: Fields) -> str | None:

@@ -1,0 +1,47 @@
+"""What each head of a reward model with several is taught: an attribute's ratings, or a sample of the prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from heedful.data.tokenise import HeadLabels, RankingSample
+from heedful.errors import DataError
+
+OVERALL = "overall"
+"""The attribute that is the ranking itself."""
+
+
+def with_attributes(samples: Iterable[RankingSample], names: Sequence[str]) -> list[RankingSample]:
+    """Each ranking with the ranks that its ratings make, one head per attribute.
+
+    Equal ratings are a tie, and an answer that was not rated is none of that head's. ``overall`` takes the ranks of
+    the ranking as they stand, baits included; a bait has no ratings, since an answer to another question may be concise
+    and safe.
+    """
+    return [dataclasses.replace(s, heads=tuple(HeadLabels(_ranks(s, name)) for name in names)) for s in samples]
+
+
+def require_attributes(samples: Sequence[RankingSample], names: Iterable[str]) -> None:
+    """Every attribute tells some answers to one prompt apart, so that its head learns something.
+
+    Raises:
+        DataError: names the attribute and those that the data have.
+    """
+    for name in names:
+        if not any(len({rank for rank in _ranks(s, name) if rank}) > 1 for s in samples):
+            num = Counter(key for s in samples for key in s.ratings)
+            there = ", ".join(f"{key} ({count:,})" for key, count in num.most_common()) or "none"
+            raise DataError(
+                f"reward.attributes: no ranking has answers with different ratings of {name!r}; rated in the rankings "
+                f"are {there}, and {OVERALL} is the ranking itself"
+            )
+
+
+def _ranks(sample: RankingSample, name: str) -> list[int]:
+    if name == OVERALL:
+        return list(sample.ranks)
+    rated: Mapping[str, float] = sample.ratings.get(name, {})
+    order = sorted({rated[i] for i in sample.answer_ids if i in rated}, reverse=True)
+    return [order.index(rated[i]) + 1 if i in rated else 0 for i in sample.answer_ids]
