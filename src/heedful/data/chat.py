@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from heedful.data.template import TEMPLATES as TEMPLATES
 from heedful.data.template import RefusedConversation as RefusedConversation
-from heedful.data.template import encode_context, encode_continuation, template_of
+from heedful.data.template import decode_continuation, encode_context, encode_continuation, template_of
 from heedful.data.template import render as render
 from heedful.data.template import set_template as set_template
 from heedful.errors import DataError
@@ -52,6 +52,14 @@ def answer_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if not set(ids).isdisjoint(template.end_ids):
         raise RefusedConversation("control_token_in_text", "the answer's text holds the token that ends a turn")
     return [*ids, template.end_ids[0]]
+
+
+def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """What the assistant said with these ids: of what :func:`answer_ids` gives, the text that it was given.
+
+    Special tokens are left out (REW-10), and so is what the template itself puts around every answer.
+    """
+    return template_of(tokenizer).heard(decode_continuation(tokenizer, ids, skip_special=True))
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -143,7 +151,7 @@ def written_ids(tokenizer: PreTrainedTokenizerBase, query: str, prompt: str | No
         ids += [*encode_continuation(tokenizer, said + end)[:-1], template.end_ids[0]]
         context = after
     ids += encode_context(tokenizer, template, context + header, first=not ids)
-    return ids + answer_ids(tokenizer, answer)
+    return ids + answer_ids(tokenizer, template.heard(answer))
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,11 +111,23 @@ class Template:
         text = text.lstrip(self.trim_left).rstrip(self.trim_right)
         if self.opened and text.startswith(self.opened[1]):
             text = text.removeprefix(self.opened[1]).removeprefix(self.opened[2])
-        lead = self.lead
-        if tags := re.findall(r"</\w+>|\[/\w+\]", lead):
-            # an empty thinking block belongs before an answer without thinking only
-            lead = "" if tags[-1] in text else lead
-        return lead + text + self.tail + self.end_text
+        return self._lead_before(text) + text + self.tail + self.end_text
+
+    def heard(self, text: str) -> str:
+        """What the assistant says when ``text``, without its end token, follows the generation prompt: undoes
+        :meth:`spoken` as far as ``text`` is what that writes."""
+        text = text.removesuffix(self.tail)
+        rest = text.removeprefix(self.lead)
+        if self._lead_before(rest) == self.lead:
+            text = rest
+        if self.opened and text.startswith(self.opened[1]):  # opened once more, which ``spoken`` takes for the first
+            text = self.opened[0] + text
+        return text
+
+    def _lead_before(self, text: str) -> str:
+        """An empty thinking block belongs before an answer without thinking only."""
+        tags = re.findall(r"</\w+>|\[/\w+\]", self.lead)
+        return "" if tags and tags[-1] in text else self.lead
 
 
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, Template] = WeakKeyDictionary()
@@ -207,3 +219,14 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
     newline = _encode(tokenizer, "\n")
     joined = _encode(tokenizer, "\n" + text)
     return joined[len(newline) :] if joined[: len(newline)] == newline else ids
+
+
+def decode_continuation(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special: bool) -> str:
+    """The text that ids add to a text before them: with a blank at its start that a decoder would take off alone."""
+
+    def text(shown: list[int]) -> str:
+        return str(tokenizer.decode(shown, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
+
+    before = _encode(tokenizer, "\n")
+    alone, joined = text(before), text([*before, *ids])
+    return joined.removeprefix(alone) if alone and joined.startswith(alone) else text(list(ids))

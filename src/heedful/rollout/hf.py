@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heedful.data.chat import answer_text
 from heedful.errors import EngineError
 from heedful.models.lora import merged_state
 from heedful.models.parts import LanguageModel
@@ -154,7 +155,8 @@ class HFEngine:
 def completion(
     request: Request, ids: list[int], logprobs: list[float], finished: bool, version: int, tokenizer: Any
 ) -> Completion:
-    """The record of one answer. Its text has no special tokens: padding and end marks never reach a reward (REW-10)."""
+    """The record of one answer. Its text is what a demonstration of this answer would hold: no special token, no
+    padding or end mark, and nothing that the template writes around answers ever reaches a reward (REW-10)."""
     return Completion(
         prompt_id=request.prompt_id,
         sample_index=request.sample_index,
@@ -163,7 +165,7 @@ def completion(
         logprobs=logprobs,
         finish_reason="stop" if finished else "length",
         policy_version=version,
-        text=tokenizer.decode(ids, skip_special_tokens=True),
+        text=answer_text(tokenizer, ids),
     )
 
 

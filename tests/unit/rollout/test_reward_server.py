@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from heedful.data.chat import answer_ids, prompt_ids, set_template, written_ids
+from heedful.data.chat import answer_ids, answer_text, prompt_ids, set_template, written_ids
 from heedful.errors import ConfigError, DataError, EngineError, ModelError
 from heedful.models.load import load_tokenizer
 from heedful.models.roles import build_reward
@@ -69,7 +69,7 @@ def asked(tokenizer, *, cut=False):
         for k, answer in enumerate(ANSWERS):
             prompt = Prompt(f"p{n}", tuple(Message(*turn) for turn in turns))
             ids = answer_ids(tokenizer, answer)[: -1 if cut else None]
-            text = tokenizer.decode(ids, skip_special_tokens=True)
+            text = answer_text(tokenizer, ids)
             prompts.append(prompt)
             asked_ids = prompt_ids(tokenizer, prompt.messages)
             completions.append(Completion(prompt.id, k, asked_ids, ids, [], "length" if cut else "stop", 0, text))
@@ -103,7 +103,8 @@ def test_text_is_read_back_to_the_ids_that_made_it(folder, template):
         for answer in ANSWERS:
             spoken = answer_ids(tokenizer, answer)
             text, head = (tokenizer.decode(x, skip_special_tokens=False) for x in (prompt + spoken, prompt))
-            read = prompt + answer_ids(tokenizer, tokenizer.decode(spoken, skip_special_tokens=True))  # as live
+            read = prompt + answer_ids(tokenizer, answer_text(tokenizer, spoken))  # as live
+            assert read == prompt + spoken
             assert written_ids(tokenizer, text, head) == read
             assert written_ids(tokenizer, text.removesuffix(tokenizer.decode(spoken[-1:])), head) == read
             if template == "chatml":  # the other's header may stand in any text
