@@ -1,10 +1,11 @@
 """Whole rankings in one pass against the same data as separate pairs: pairs per second, and do the gradients agree?
 
-    python benchmarks/ranking_speed.py rankings.jsonl --model smollm2-135m --rankings 4 --repeats 3
+    python benchmarks/ranking_speed.py rankings.jsonl --model smollm2-135m --rankings 8 --repeats 3
 
-Every ranking has K = 5 answers, hence ten pairs. As rankings they take five encodings (or one row that shares the
-prompt), as pairs twenty. Both ways give the mean Bradley-Terry loss over the same pairs. Times are medians over repeats
-that alternate, in one process; the gradients are compared in float32 too.
+By default every ranking has K = 5 answers, hence ten pairs. As rankings they take five encodings (packed into rows or
+padded), as pairs twenty. All ways give the mean Bradley-Terry loss over the same pairs. Times are processor seconds
+(medians over repeats that alternate, in one process, one forward and backward over all), memory the largest that the
+process had while that way ran; the gradients are compared in float32 too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import dataclasses
 import itertools
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 
@@ -23,14 +25,12 @@ from heedful.data import tokenise
 from heedful.data.load import load_rankings
 from heedful.data.pairs import consensus
 from heedful.data.tokenise import RankingSample
-from heedful.models import hardware
+from heedful.models import hardware, packing
 from heedful.models.load import resolve
 from heedful.models.parts import ScalarModel
 from heedful.models.roles import build_scalar
 from heedful.objectives import preference
 from heedful.train.reward import micro_batches
-
-K = 5
 
 
 def as_pairs(samples: Sequence[RankingSample]) -> list[RankingSample]:
@@ -47,14 +47,53 @@ def as_pairs(samples: Sequence[RankingSample]) -> list[RankingSample]:
     return found
 
 
-def gradient(model: ScalarModel, samples: Sequence[RankingSample], config: RewardConfig, share: bool) -> float:
-    """One forward and backward over all samples; seconds."""
-    model.model.zero_grad(set_to_none=True)
-    start = time.perf_counter()
-    for batch in micro_batches(samples, config, model.pad_id, share_prompts=share):
-        scores_PK = model.ranking_scores(batch)
-        preference.ranking(scores_PK, batch.ranks_PK, batch.mask_PK, denominator=len(samples)).loss.backward()
-    return time.perf_counter() - start
+@dataclasses.dataclass
+class Cost:
+    """What one forward and backward over all samples took."""
+
+    seconds: float
+    peak_gib: float
+    """Of the whole process"""
+    padded_tokens: int
+    real_tokens: int
+
+
+def gradient(
+    model: ScalarModel, samples: Sequence[RankingSample], config: RewardConfig, attention_tokens: float | None
+) -> Cost:
+    """Leaves the gradients in the model."""
+    for p in model.trainable_parameters().values():
+        p.grad = torch.zeros_like(p)
+    padded = real = 0
+    start = time.process_time()
+    with Peak() as peak:
+        for batch in micro_batches(samples, config, model.pad_id, attention_tokens=attention_tokens):
+            scores_PK = model.ranking_scores(batch)
+            preference.ranking(scores_PK, batch.ranks_PK, batch.mask_PK, denominator=len(samples)).loss.backward()
+            padded += batch.ids_RT.numel()
+            real += int((batch.attention_mask_RT > 0).sum())
+    return Cost(time.process_time() - start, peak.gib, padded, real)
+
+
+class Peak:
+    """The largest resident memory inside, looked at every 20 milliseconds (Linux)."""
+
+    gib = 0.0
+
+    def __enter__(self) -> Peak:
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.02):
+            with open("/proc/self/statm") as file:
+                self.gib = max(self.gib, int(file.read().split()[1]) * 4096 / 2**30)
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
 
 
 def gradients(model: ScalarModel) -> torch.Tensor:
@@ -64,39 +103,44 @@ def gradients(model: ScalarModel) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", help="rankings, some of five answers")
+    parser.add_argument("file", help="rankings")
+    parser.add_argument("--answers", type=int, default=5, help="take rankings of this many answers; 0 = any")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rankings", type=int, default=4)
+    parser.add_argument("--rankings", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--micro_batch_tokens", type=int, default=2048)
+    parser.add_argument("--attention", default="auto")
     asked = parser.parse_args()
     cpu = hardware.device("auto")
     config = RewardConfig(micro_batch_tokens=asked.micro_batch_tokens)
     for dtype in (hardware.compute_dtype(cpu, "auto"), torch.float32):
-        model = build_scalar(resolve(asked.model), lora=None, device=cpu, dtype=dtype, new_head=True)
-        records = [r for r in load_rankings(asked.file) if len(r.answers) == K]
+        model = build_scalar(
+            resolve(asked.model), lora=None, device=cpu, dtype=dtype, new_head=True, attention=asked.attention
+        )
+        records = [r for r in load_rankings(asked.file) if asked.answers in (0, len(r.answers))]
         samples = tokenise.rankings(
-            records[: 4 * asked.rankings], [consensus(r) for r in records[: 4 * asked.rankings]], model.tokenizer,
-            max_tokens=1024, max_prompt_tokens=512,
-        ).samples  # fmt: skip
-        samples = [s for s in samples if len(set(s.ranks)) == K][: asked.rankings]
+            records, [consensus(r) for r in records], model.tokenizer, max_tokens=1024, max_prompt_tokens=512
+        ).samples
+        samples = [s for s in samples if len(set(s.ranks)) == len(s.ranks)][: asked.rankings]
         pairs = as_pairs(samples)
-        ways = {"shared prompt": (samples, True), "K encodings": (samples, False), "separate pairs": (pairs, False)}
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        packed = packing.attention_tokens(model)
+        ways = {"packed": (samples, packed), "padded": (samples, None), "separate pairs": (pairs, None)}
+        costs: dict[str, list[Cost]] = {name: [] for name in ways}
         found: dict[str, torch.Tensor] = {}
-        repeats = asked.repeats if dtype != torch.float32 else 1
-        for _ in range(repeats):
-            for name, (rows, share) in ways.items():
-                seconds[name].append(gradient(model, rows, config, share))
+        for _ in range(asked.repeats if dtype != torch.float32 else 1):
+            for name, (rows, attention_tokens) in ways.items():
+                costs[name].append(gradient(model, rows, config, attention_tokens))
                 found[name] = gradients(model)
-        base = statistics.median(seconds["separate pairs"])
+        seconds = {name: statistics.median(cost.seconds for cost in of) for name, of in costs.items()}
         size = found["separate pairs"].abs().max()
-        for name, times in seconds.items():
-            median = statistics.median(times)
+        print(f"{dtype}, {len(samples)} rankings, {len(pairs)} pairs, attention_tokens {packed}")
+        for name, (cost, *_) in costs.items():
             gap = float((found[name] - found["separate pairs"]).abs().max() / size)
             print(
-                f"{dtype} {name}: {len(pairs) / median:.2f} pairs/s, {base / median:.2f} × separate pairs, "
-                f"gradient gap {gap:.1e} of the largest entry ({len(samples)} rankings, {len(pairs)} pairs)", flush=True
+                f"  {name}: {len(pairs) / seconds[name]:.2f} pairs/s, "
+                f"{seconds['separate pairs'] / seconds[name]:.2f} x separate pairs, {seconds[name]:.1f} s, "
+                f"{cost.padded_tokens} tokens of which {cost.real_tokens} real, {cost.peak_gib:.2f} GiB, "
+                f"gradients differ by {gap:.1e} of the largest entry", flush=True
             )  # fmt: skip
 
 

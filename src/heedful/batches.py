@@ -58,14 +58,14 @@ class TokenBatch:
 class RankingBatch:
     """P prompts with up to K answers each, in R right-padded rows.
 
-    Separate: every row is a prompt and one answer. Shared: every row is a prompt and all its answers, which see the
-    prompt and themselves only; every answer's positions go on from the prompt's end.
+    Separate: every row is a prompt and one answer. Packed: a row holds several blocks of a prompt and one or more of
+    its answers, which see the prompt and themselves only; every answer's positions go on from the prompt's end.
     """
 
     ids_RT: Tensor
     """int64 [R, T]"""
     attention_mask_RT: Tensor
-    """int64 [R, T]; 0 = padding, 1 = real token. In shared rows 1 = the prompt, k + 1 = the k-th answer"""
+    """int64 [R, T]; 0 = padding, 1 = real token. In packed rows the number of the piece, a prompt or an answer"""
     position_ids_RT: Tensor
     """int64 [R, T]; 0 on padding"""
     rows_PK: Tensor
@@ -88,9 +88,10 @@ class RankingBatch:
     """int64 [H, P, K]; the ranks that each head is taught, 0 = none; None = ``ranks_PK``"""
     head_weights_HP: Tensor | None = None
     """float32 [H, P]; what each prompt weighs in each head's loss"""
+    prompts_RT: Tensor | None = None
+    """int64 [R, T]; the number of the piece that is the token's prompt, itself for a prompt; None = separate rows"""
     ids: tuple[str, ...] = ()
     """group ids, for messages"""
-    shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ class RewardConfig(Section):
     micro_batch_tokens: Positive = 4096
     """Padded tokens per forward; a ranking is never cut apart."""
     share_prompts: bool = True
-    """Encode the prompt of a ranking once for all its answers in training, where the model's attention allows it."""
+    """Pack rankings into rows in training, a prompt encoded once for as many answers as pays; where the model's
+    attention does not allow it, every answer has its own prompt and row."""
     max_tokens: Positive = 1024
     """Longest prompt + answer; longer answers are left out of their ranking and counted."""
 

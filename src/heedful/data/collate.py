@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from heedful.batches import RankingBatch, TokenBatch
+from heedful.data.packing import RankingShape, ranking_rows
 from heedful.data.tokenise import RankingSample
 from heedful.errors import DataError
 from heedful.records import TokenSample
@@ -39,7 +40,7 @@ def packed_batch(rows: Sequence[Sequence[TokenSample]], pad_id: int) -> TokenBat
 
 
 def block_attention_mask(
-    attention_mask_BT: Tensor, dtype: torch.dtype = torch.bool, *, first_is_shared: bool = False
+    attention_mask_BT: Tensor, dtype: torch.dtype = torch.bool, *, prompts_BT: Tensor | None = None
 ) -> Tensor:
     """Causal attention within each packed sample, [B, 1, T, T]: True, or 0.0 for a float ``dtype``, = may be seen.
 
@@ -48,12 +49,12 @@ def block_attention_mask(
 
     Args:
         attention_mask_BT: int64 [B, T], the number of the sample of each input token, 0 = padding.
-        first_is_shared: every sample also sees sample 1 (the prompt that all answers follow).
+        prompts_BT: int64 [B, T], the number of another sample that each token sees too (the prompt of an answer).
     """
     T = attention_mask_BT.shape[1]
     same_BTT = attention_mask_BT[:, :, None] == attention_mask_BT[:, None, :]
-    if first_is_shared:
-        same_BTT = same_BTT | (attention_mask_BT == 1)[:, None, :]
+    if prompts_BT is not None:
+        same_BTT = same_BTT | (prompts_BT[:, :, None] == attention_mask_BT[:, None, :])
     real_BTT = (attention_mask_BT > 0)[:, None, :]
     causal_TT = torch.ones(T, T, dtype=torch.bool, device=attention_mask_BT.device).tril()
     itself_TT = torch.eye(T, dtype=torch.bool, device=attention_mask_BT.device)
@@ -63,8 +64,19 @@ def block_attention_mask(
     return torch.zeros_like(seen_B1TT, dtype=dtype).masked_fill(~seen_B1TT, torch.finfo(dtype).min)
 
 
-def ranking_batch(samples: Sequence[RankingSample], pad_id: int, *, share_prompts: bool = False) -> RankingBatch:
-    """P rankings of up to K answers, each prompt encoded once (``share_prompts``) or once per answer.
+def ranking_shape(sample: RankingSample) -> RankingShape:
+    """The lengths of a ranking's prompt and answers."""
+    num_prompt = sample.num_prompt_tokens
+    return RankingShape(num_prompt, tuple(len(sequence) - num_prompt for sequence in sample.sequences))
+
+
+def ranking_batch(
+    samples: Sequence[RankingSample], pad_id: int, *, attention_tokens: float | None = None
+) -> RankingBatch:
+    """P rankings of up to K answers: packed, prompts shared where it pays, or in separate rows.
+
+    Args:
+        attention_tokens: as in :func:`~heedful.data.packing.ranking_rows`; None = separate rows.
 
     Raises:
         DataError: no samples.
@@ -77,30 +89,42 @@ def ranking_batch(samples: Sequence[RankingSample], pad_id: int, *, share_prompt
     strengths_PKK, targets_PKK = torch.zeros(P, K, K), torch.ones(P, K, K)
     ids: list[list[int]] = []
     numbers: list[list[int]] = []
+    prompts: list[list[int]] = []
     positions: list[list[int]] = []
+    for r, row in enumerate(ranking_rows([ranking_shape(sample) for sample in samples], attention_tokens)):
+        for stream in (ids, numbers, prompts, positions):
+            stream.append([])
+        number = 0
+        for block in row:
+            sample, p = samples[block.ranking], block.ranking
+            number += 1
+            num_prompt, prompt = sample.num_prompt_tokens, number
+            ids[r] += sample.sequences[block.answers[0]][:num_prompt]
+            numbers[r] += [prompt] * num_prompt
+            positions[r] += range(num_prompt)
+            for k in block.answers:
+                number += 1
+                answer = sample.sequences[k][num_prompt:]
+                ids[r] += answer
+                numbers[r] += [number] * len(answer)
+                positions[r] += range(num_prompt, num_prompt + len(answer))
+                rows_PK[p, k], columns_PK[p, k], lengths_PK[p, k] = r, len(ids[r]) - 1, len(answer)
+            prompts[r] += [prompt] * block.num_tokens
     for p, sample in enumerate(samples):
-        num_prompt = sample.num_prompt_tokens
-        for k, (sequence, rank) in enumerate(zip(sample.sequences, sample.ranks, strict=True)):
-            if share_prompts and k > 0:
-                ids[-1] += sequence[num_prompt:]
-                positions[-1] += range(num_prompt, len(sequence))
-                numbers[-1] += [k + 2] * (len(sequence) - num_prompt)
-            else:
-                ids.append(list(sequence))
-                positions.append(list(range(len(sequence))))
-                numbers.append([1] * num_prompt + [2 if share_prompts else 1] * (len(sequence) - num_prompt))
-            rows_PK[p, k], columns_PK[p, k], ranks_PK[p, k] = len(ids) - 1, len(ids[-1]) - 1, rank
-            lengths_PK[p, k], mask_PK[p, k] = len(sequence) - num_prompt, True
         num = len(sample.sequences)
+        mask_PK[p, :num] = True
+        ranks_PK[p, :num] = torch.tensor(sample.ranks)
         baits_PK[p, :num] = torch.tensor([kind == "bait" for kind in sample.kinds or [""] * num])
         ranks_K = ranks_PK[p, :num]
         distance_KK = (ranks_K[:, None] - ranks_K).abs().float()
         strengths_PKK[p, :num, :num] = distance_KK if sample.strengths is None else torch.tensor(sample.strengths)
         if sample.targets is not None:
             targets_PKK[p, :num, :num] = torch.tensor(sample.targets)
+    numbers_RT = _padded(numbers, 0)
+    is_packed = attention_tokens is not None
     return RankingBatch(
         ids_RT=_padded(ids, pad_id),
-        attention_mask_RT=_padded(numbers, 0),
+        attention_mask_RT=numbers_RT if is_packed else (numbers_RT > 0).long(),
         position_ids_RT=_padded(positions, 0),
         rows_PK=rows_PK,
         columns_PK=columns_PK,
@@ -112,8 +136,8 @@ def ranking_batch(samples: Sequence[RankingSample], pad_id: int, *, share_prompt
         targets_PKK=None if all(sample.targets is None for sample in samples) else targets_PKK,
         head_ranks_HPK=_head_ranks(samples, K) if samples[0].heads else None,
         head_weights_HP=torch.tensor([[h.weight for h in s.heads] for s in samples]).T if samples[0].heads else None,
+        prompts_RT=_padded(prompts, 0) if is_packed else None,
         ids=tuple(sample.group_id for sample in samples),
-        shared=share_prompts,
     )
 
 

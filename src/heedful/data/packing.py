@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from heedful.errors import DataError
 from heedful.records import TokenSample
@@ -14,17 +17,21 @@ def pack(samples: Sequence[TokenSample], max_tokens: int) -> list[list[TokenSamp
     Raises:
         DataError: a sample is longer than a row.
     """
-    order = sorted(range(len(samples)), key=lambda index: -len(samples[index].ids))
-    if order and len(samples[order[0]].ids) > max_tokens:
-        longest = samples[order[0]]
+    longest = max(samples, key=lambda sample: len(sample.ids), default=None)
+    if longest is not None and len(longest.ids) > max_tokens:
         raise DataError(f"sample {longest.id!r} has {len(longest.ids)} tokens, more than a row of {max_tokens}")
-    rows: list[list[TokenSample]] = []
-    room = _Room(len(samples), max_tokens)
-    for index in order:
-        row = room.take(len(samples[index].ids))
+    return [[samples[i] for i in row] for row in first_fit([len(sample.ids) for sample in samples], max_tokens)]
+
+
+def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Rows of indices whose lengths, none above ``max_tokens``, fit: longest first, each where there is room first."""
+    rows: list[list[int]] = []
+    room = _Room(len(lengths), max_tokens)
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        row = room.take(lengths[index])
         if row == len(rows):
             rows.append([])
-        rows[row].append(samples[index])
+        rows[row].append(index)
     return rows
 
 
@@ -43,6 +50,101 @@ def token_budget_batches(lengths: Sequence[int], micro_batch_tokens: int) -> lis
             groups.append([index])
             longest = lengths[index]
     return groups
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A prompt with one or more of its answers, next to each other in a row."""
+
+    ranking: int
+    """Its place among the rankings of the batch"""
+    answers: tuple[int, ...]
+    """Their places in the ranking, rising"""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankingShape:
+    """What of a ranking matters for its place in a batch."""
+
+    num_prompt_tokens: int
+    num_answer_tokens: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the prompt with the longest answer."""
+        return self.num_prompt_tokens + max(self.num_answer_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt, once, with all answers."""
+        return self.num_prompt_tokens + sum(self.num_answer_tokens)
+
+
+def ranking_rows(shapes: Sequence[RankingShape], attention_tokens: float | None) -> list[list[Block]]:
+    """Rows of blocks that hold every answer once; no row is longer than need be.
+
+    Wide rows let more answers share their prompt and leave less padding, but every token attends over its whole row,
+    masked or not. R rows of W tokens are taken to cost R · W · (1 + W / ``attention_tokens``), and of some widths from
+    the longest sequence on, the cheapest is taken. The same rows for the same shapes.
+
+    Args:
+        attention_tokens: length of a row at which attention costs as much as the rest of the model; None = every answer
+            in a row of its own.
+    """
+    if attention_tokens is None:
+        return [
+            [Block(p, (k,), shape.num_prompt_tokens + num)]
+            for p, shape in enumerate(shapes)
+            for k, num in enumerate(shape.num_answer_tokens)
+        ]
+    longest = max(shape.longest for shape in shapes)
+    widest = min(4 * longest, max(shape.num_tokens for shape in shapes))
+    widths = [*range(longest, widest, max(1, longest // 6)), widest]
+    found = [_rows_within(shapes, width) for width in widths]
+    return min(found, key=lambda rows: padded_tokens(rows) * (1 + row_width(rows) / attention_tokens))
+
+
+def row_width(rows: Sequence[Sequence[Block]]) -> int:
+    """Tokens of the longest row."""
+    return max(sum(block.num_tokens for block in row) for row in rows)
+
+
+def padded_tokens(rows: Sequence[Sequence[Block]]) -> int:
+    """Tokens of the rows, all as long as the longest."""
+    return len(rows) * row_width(rows)
+
+
+def ranking_batches(
+    shapes: Sequence[RankingShape], micro_batch_tokens: int, attention_tokens: float | None
+) -> list[list[int]]:
+    """Indices of whole rankings in groups whose :func:`ranking_rows` are within the budget of padded tokens.
+
+    Longest sequence first; a ranking above the budget is alone in its group; every index occurs once.
+    """
+    groups: list[list[int]] = []
+    rest = sorted(range(len(shapes)), key=lambda index: -shapes[index].longest)
+
+    def is_too_much(num: int) -> bool:
+        rows = ranking_rows([shapes[i] for i in rest[:num]], attention_tokens)
+        return padded_tokens(rows) > micro_batch_tokens
+
+    while rest:
+        least = itertools.accumulate(shapes[i].num_tokens for i in rest)  # that the first so many can take
+        most = sum(1 for _ in itertools.takewhile(lambda num_tokens: num_tokens <= micro_batch_tokens, least))
+        num = max(1, bisect.bisect_left(range(1, most + 1), True, key=is_too_much))
+        groups.append(rest[:num])
+        rest = rest[num:]
+    return groups
+
+
+def _rows_within(shapes: Sequence[RankingShape], width: int) -> list[list[Block]]:
+    blocks = []
+    for p, shape in enumerate(shapes):
+        lengths, num_prompt = shape.num_answer_tokens, shape.num_prompt_tokens
+        for answers in first_fit(lengths, width - num_prompt):
+            blocks.append(Block(p, tuple(sorted(answers)), num_prompt + sum(lengths[k] for k in answers)))
+    return [[blocks[b] for b in row] for row in first_fit([block.num_tokens for block in blocks], width)]
 
 
 class _Room:

@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from heedful.batches import RankingBatch, TokenBatch, to_device
+from heedful.batches import RankingBatch, TokenBatch
 from heedful.errors import ModelError
 from heedful.models.hardware import autocast
 from heedful.models.load import scalar_head
@@ -87,7 +87,7 @@ class Part(ABC):
         hidden_BTD: Tensor = out.last_hidden_state
         return hidden_BTD
 
-    def _packed_mask(self, numbers_BT: Tensor, *, first_is_shared: bool = False) -> Tensor | None:
+    def _packed_mask(self, numbers_BT: Tensor, prompts_BT: Tensor | None = None) -> Tensor | None:
         from heedful.data.collate import block_attention_mask
 
         config = self.base.config.get_text_config()
@@ -98,7 +98,7 @@ class Part(ABC):
         if kernel.startswith("flash"):
             return None  # that kernel finds the borders itself, where positions start again at 0
         dtype = self.dtype if kernel == "eager" else torch.bool
-        return block_attention_mask(numbers_BT, dtype, first_is_shared=first_is_shared)
+        return block_attention_mask(numbers_BT, dtype, prompts_BT=prompts_BT)
 
     @torch.no_grad()
     def _check_packing(self) -> None:
@@ -275,28 +275,9 @@ class ScalarModel(Part):
     def ranking_states(self, batch: RankingBatch) -> Tensor:
         """[R, T, D]: the last hidden states of the batch's rows."""
         mask: Tensor | None = batch.attention_mask_RT
-        if batch.shared:
-            mask = self._packed_mask(batch.attention_mask_RT, first_is_shared=True)
-        return self._trunk(batch.ids_RT, mask, batch.position_ids_RT, rows_may_be_longer=batch.shared)
-
-    @torch.no_grad()
-    def can_share_prompts(self) -> bool:
-        """Whether answers that follow one prompt in one row come out as they do alone: tried on a small ranking."""
-        from heedful.data.collate import ranking_batch
-        from heedful.data.tokenise import RankingSample
-
-        config = self.base.config.get_text_config()
-        if config._attn_implementation.startswith("flash") or getattr(config, "sliding_window", None) is not None:
-            return False  # those kernels take no mask of this shape; a window would count the other answers
-        size = config.vocab_size
-        prompt, answers = [3 % size, 1 % size, 4 % size], ([1 % size, 5 % size], [9 % size, 2 % size, 6 % size])
-        sample = RankingSample("", "", [prompt + a for a in answers], [1, 2], ["a", "b"], len(prompt), [2, 3])
-        alone, shared = (
-            self.ranking_scores(to_device(ranking_batch([sample], self.pad_id, share_prompts=s), self.device))
-            for s in (False, True)
-        )
-        tolerance = 1e-3 if self.dtype == torch.float32 else 0.05
-        return bool((alone - shared).abs().max() <= tolerance * alone.abs().max())
+        if batch.prompts_RT is not None:
+            mask = self._packed_mask(batch.attention_mask_RT, batch.prompts_RT)
+        return self._trunk(batch.ids_RT, mask, batch.position_ids_RT, rows_may_be_longer=batch.prompts_RT is not None)
 
     def values_after(self, ids_NT: Tensor) -> Tensor:
         """[N]: the value after the last token of unpadded sequences (what is still to come of a cut answer)."""

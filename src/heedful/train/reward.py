@@ -12,11 +12,12 @@ import torch
 from heedful.batches import RankingBatch, StepStats, to_device
 from heedful.config.reward import RewardConfig
 from heedful.data.baits import with_baits
-from heedful.data.collate import ranking_batch
-from heedful.data.packing import token_budget_batches
+from heedful.data.collate import ranking_batch, ranking_shape
+from heedful.data.packing import ranking_batches
 from heedful.data.stream import EpochStream, fingerprint
 from heedful.data.tokenise import RankingSample
 from heedful.evaluate.reward_card import ScoredRanking, build_card
+from heedful.models import packing
 from heedful.models.parts import ScalarModel
 from heedful.objectives import preference
 from heedful.records import RewardCard
@@ -54,14 +55,14 @@ def train_reward(
     total_steps = stream.num_steps(config.epochs)
     loss = RewardLoss(model, config, seed=seed)
     optimisation = Optimisation("reward", loss.parameters(), config.optimizer, total_steps)
-    share_prompts = config.share_prompts and model.can_share_prompts()
+    attention_tokens = packing.attention_tokens(model) if config.share_prompts else None
     watch, best = OverfittingWatch(), Best(optimisation.parameters)
     cards: list[RewardCard] = []
 
     def step(i: int) -> StepStats:
         started = time.perf_counter()
         chosen = [samples[j] for j in next(stream)]
-        parts = loss.parts(micro_batches(chosen, config, model.pad_id, share_prompts=share_prompts))
+        parts = loss.parts(micro_batches(chosen, config, model.pad_id, attention_tokens=attention_tokens))
         out = optimise([optimisation], parts, loss, step=i, ids_of=lambda part: part.batch.ids)
         scalars = {
             **{f"reward/{name}": value for name, value in out.metrics.items()},
@@ -81,8 +82,9 @@ def train_reward(
     def look(i: int, last: bool) -> dict[str, float]:
         """Measure the model as it is on the held-out rankings."""
         card = reward_card(
-            model, heldout, config, seed=seed, controls=controls, share_prompts=share_prompts and not last
-        )
+            model, heldout, config, seed=seed, controls=controls,
+            attention_tokens=None if last else attention_tokens,
+        )  # fmt: skip
         cards.append(card)
         heldout_loss = card.loss or 0.0
         watch.looked(i + 1, heldout_loss)
@@ -109,19 +111,15 @@ def train_reward(
 
 
 def micro_batches(
-    samples: Sequence[RankingSample], config: RewardConfig, pad_id: int, *, share_prompts: bool
+    samples: Sequence[RankingSample], config: RewardConfig, pad_id: int, *, attention_tokens: float | None
 ) -> list[RankingBatch]:
     """Whole rankings grouped so that padded tokens stay within the budget; a ranking is never cut apart."""
-    groups = _groups(samples, config, share_prompts)
-    return [ranking_batch([samples[i] for i in group], pad_id, share_prompts=share_prompts) for group in groups]
+    groups = _groups(samples, config, attention_tokens)
+    return [ranking_batch([samples[i] for i in group], pad_id, attention_tokens=attention_tokens) for group in groups]
 
 
-def _groups(samples: Sequence[RankingSample], config: RewardConfig, share_prompts: bool) -> list[list[int]]:
-    if share_prompts:
-        lengths = [s.num_prompt_tokens + sum(len(x) - s.num_prompt_tokens for x in s.sequences) for s in samples]
-    else:
-        lengths = [len(s.sequences) * max(map(len, s.sequences)) for s in samples]
-    return token_budget_batches(lengths, config.micro_batch_tokens)
+def _groups(samples: Sequence[RankingSample], config: RewardConfig, attention_tokens: float | None) -> list[list[int]]:
+    return ranking_batches([ranking_shape(s) for s in samples], config.micro_batch_tokens, attention_tokens)
 
 
 @torch.no_grad()
@@ -132,7 +130,7 @@ def reward_card(
     *,
     seed: int,
     controls: Sequence[RankingSample] = (),
-    share_prompts: bool = False,
+    attention_tokens: float | None = None,
 ) -> RewardCard:
     """What :func:`build_card` says of the model on held-out rankings, and on gold controls where there are some.
 
@@ -140,14 +138,15 @@ def reward_card(
     answers of people alone count in it.
 
     Args:
-        share_prompts: faster, for a look during training; a card for others encodes every answer as they will.
+        attention_tokens: packs the rankings, for a look during training; a card for others encodes every answer alone,
+            as they will.
     """
     everything = [*samples, *controls]
     scored: list[ScoredRanking | None] = [None] * len(everything)
     loss, num_prompts = 0.0, 0
-    for group in _groups(everything, config, share_prompts):
+    for group in _groups(everything, config, attention_tokens):
         rankings = [everything[i] for i in group]
-        batch = to_device(ranking_batch(rankings, model.pad_id, share_prompts=share_prompts), model.device)
+        batch = to_device(ranking_batch(rankings, model.pad_id, attention_tokens=attention_tokens), model.device)
         scores_PK = model.ranking_scores(batch)
         is_known_PK = batch.baits_PK | _is_control(group, rankings, batch.mask_PK, len(samples))
         mask_PK = batch.mask_PK & ~is_known_PK

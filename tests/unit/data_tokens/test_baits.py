@@ -53,7 +53,7 @@ def test_no_baits_are_no_change_and_none_to_be_found_is_said():
 @pytest.mark.parametrize("share", [False, True])
 def test_the_batch_tells_labels_lengths_and_baits(share):
     samples = with_baits(SAMPLES[:2], 1, max_tokens=9, seed=0)
-    batch = ranking_batch(samples, 0, share_prompts=share)
+    batch = ranking_batch(samples, 0, attention_tokens=1e9 if share else None)
     assert batch.lengths_PK[1, :3].tolist() == [3, 1, 1] and batch.lengths_PK[0, 3] == 0
     assert batch.baits_PK.tolist() == [[False, False, True, False], [False, False, False, True]]
     for p, s in enumerate(samples):

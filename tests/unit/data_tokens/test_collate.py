@@ -161,22 +161,45 @@ def test_ranking_batch_with_every_answer_on_its_own():
     assert batch.columns_PK.tolist() == [[2, 3, 2], [2, 2, 0]]
     assert batch.ranks_PK.tolist() == [[1, 2, 1], [2, 1, 0]]
     assert batch.mask_PK.tolist() == [[True] * 3, [True, True, False]]
-    assert batch.ids == ("g1", "g2") and not batch.shared
+    assert batch.ids == ("g1", "g2") and batch.prompts_RT is None
 
 
-def test_ranking_batch_with_shared_prompts():
-    batch = ranking_batch(RANKINGS, pad_id=2, share_prompts=True)
-    assert batch.ids_RT.tolist() == [[1, 5, 2, 6, 7, 2, 4, 2], [1, 5, 2, 8, 2, 2, 2, 2]]
-    assert batch.attention_mask_RT.tolist() == [[1, 2, 2, 3, 3, 3, 4, 4], [1, 2, 2, 3, 3, 0, 0, 0]]
-    assert batch.position_ids_RT.tolist() == [[0, 1, 2, 1, 2, 3, 1, 2], [0, 1, 2, 1, 2, 0, 0, 0]]
-    assert batch.rows_PK.tolist() == [[0, 0, 0], [1, 1, 0]]
-    assert batch.columns_PK.tolist() == [[2, 5, 7], [2, 4, 0]]
+def test_ranking_batch_with_packed_rows():
+    batch = ranking_batch(RANKINGS, pad_id=2, attention_tokens=20)
+    assert batch.ids_RT.tolist() == [[1, 5, 2, 4, 2], [1, 5, 2, 8, 2], [1, 6, 7, 2, 2]]
+    assert batch.attention_mask_RT.tolist() == [[1, 2, 2, 3, 3], [1, 2, 2, 3, 3], [1, 2, 2, 2, 0]]
+    assert batch.prompts_RT is not None and batch.prompts_RT.tolist() == [[1] * 5, [1] * 5, [1, 1, 1, 1, 0]]
+    assert batch.position_ids_RT.tolist() == [[0, 1, 2, 1, 2], [0, 1, 2, 1, 2], [0, 1, 2, 3, 0]]
+    assert batch.rows_PK.tolist() == [[0, 2, 0], [1, 1, 0]]
+    assert batch.columns_PK.tolist() == [[2, 3, 4], [2, 4, 0]]
+    assert batch.lengths_PK.tolist() == [[2, 3, 2], [2, 2, 0]]
+    apart = ranking_batch(RANKINGS, pad_id=2)
+    assert torch.equal(batch.ranks_PK, apart.ranks_PK) and torch.equal(batch.mask_PK, apart.mask_PK)
+
+
+def test_short_rankings_share_a_row():
+    short = [ranking_sample("g3", [[1, 9]], [1]), ranking_sample("g4", [[1, 8]], [1])]
+    batch = ranking_batch([RANKINGS[0], *short], pad_id=2, attention_tokens=1e-3)
+    assert batch.ids_RT.tolist() == [[1, 6, 7, 2], [1, 5, 2, 2], [1, 4, 2, 2], [1, 9, 1, 8]]
+    assert batch.attention_mask_RT[3].tolist() == [1, 2, 3, 4]
+    assert batch.prompts_RT is not None and batch.prompts_RT[3].tolist() == [1, 1, 3, 3]
+    assert batch.position_ids_RT[3].tolist() == [0, 1, 0, 1]
+    assert batch.rows_PK[:, 0].tolist() == [1, 3, 3] and batch.columns_PK[:, 0].tolist() == [2, 1, 3]
 
 
 def test_answers_of_a_shared_prompt_see_it_and_themselves_only():
-    batch = ranking_batch(RANKINGS[1:], pad_id=2, share_prompts=True)
-    seen = block_attention_mask(batch.attention_mask_RT, first_is_shared=True)[0, 0].int().tolist()
-    assert seen == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
+    pieces = torch.tensor([[1, 2, 2, 3, 4, 5, 0]])  # prompt, answers of 2 and 1 tokens; prompt, answer; padding
+    prompts = torch.tensor([[1, 1, 1, 1, 4, 4, 0]])
+    seen = block_attention_mask(pieces, prompts_BT=prompts)[0, 0].int().tolist()
+    assert seen == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 0, 0, 1, 0, 0, 0],
+        [0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 1],
+    ]
 
 
 def test_batches_of_nothing_are_errors():

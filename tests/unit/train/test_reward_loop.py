@@ -14,6 +14,7 @@ from heedful.config.reward import RewardConfig
 from heedful.data import tokenise
 from heedful.data.pairs import consensus
 from heedful.models.export import load_reward_card, save_reward
+from heedful.models.packing import attention_tokens
 from heedful.models.roles import build_scalar
 from heedful.records import Answer, Message, Ranking
 from heedful.runs.folder import StageFolder
@@ -101,7 +102,7 @@ def test_the_cut_into_micro_batches_changes_nothing(folder, tmp_path):
         model = scalar(folder)
         samples = samples_of(model, records)
         config = RewardConfig(micro_batch_tokens=micro_batch_tokens)
-        num = len(micro_batches(samples, config, model.pad_id, share_prompts=True))
+        num = len(micro_batches(samples, config, model.pad_id, attention_tokens=attention_tokens(model)))
         assert num == {1: 8, 10**6: 1}.get(micro_batch_tokens, num) and (num in (1, 8) or 1 < num < 8)
         card, rows = train(model, samples, samples, tmp_path / str(num), epochs=2, optimizer=slow,
                            micro_batch_tokens=micro_batch_tokens)  # fmt: skip
