@@ -14,6 +14,7 @@ The rooms, in import order (a room imports only from rooms above it):
     models      who plays each part
     rollout     the policy speaks, rewards are read
     control     knobs that move
+    plan        will it fit: memory and time by arithmetic
     evaluate    is it better: accuracy, gold score, win rate
     train       the loops: SFT, reward model, PPO
     audit       what a reward model likes that it should not

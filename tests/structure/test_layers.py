@@ -15,8 +15,8 @@ PACKAGE = ROOT / "src" / "heedful"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = [
-    "errors", "records", "batches", "config", "runs", "objectives", "data", "models", "rollout", "control", "evaluate",
-    "train", "audit", "report", "pipeline", "cli",
+    "errors", "records", "batches", "config", "runs", "objectives", "data", "models", "rollout", "control", "plan",
+    "evaluate", "train", "audit", "report", "pipeline", "cli",
 ]  # fmt: skip
 """The rooms in import order, as in the package docstring and the README map."""
 
@@ -69,7 +69,8 @@ def test_objectives_import_torch_and_batches_only():
 
 
 LIGHT = ["errors", "records", "config.read", "runs.folder", "runs.reader", "runs.metrics", "runs.progress",
-         "control.kl", "control.schedule", "audit.audit", "report.build", "pipeline.scorer", "cli.main"]  # fmt: skip
+         "control.kl", "control.schedule", "plan.shape", "audit.audit", "report.build",
+         "pipeline.scorer", "cli.main"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIGHT)
