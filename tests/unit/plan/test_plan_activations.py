@@ -1,0 +1,111 @@
+"""What the formulas say is kept for the backward is what PyTorch keeps."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import transformers
+
+from heedful.models.load import silence_dropout
+from heedful.models.lora import add_lora
+from heedful.objectives.logprobs import token_logprobs
+from heedful.plan.activations import Batch, Training, layer, output_layer, trunk
+from heedful.plan.shape import NAMED, shape_of
+
+ROWS, TOKENS, VOCABULARY = 3, 40, 96
+OPTIONS = {
+    "Llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Qwen2": {"num_key_value_heads": 2}, "Qwen3": {"num_key_value_heads": 2, "head_dim": 16},
+    "Mistral": {"num_key_value_heads": 2}, "Granite": {"num_key_value_heads": 2}, "Cohere": {"num_key_value_heads": 2},
+    "Gemma": {"num_key_value_heads": 2, "head_dim": 16}, "Gemma2": {"num_key_value_heads": 2, "head_dim": 16},
+    "Gemma3Text": {"num_key_value_heads": 2, "head_dim": 16}, "Phi3": {"num_key_value_heads": 2},
+    "GPT2": {"n_embd": 64, "n_head": 4, "n_positions": 256, "n_inner": 160}, "GPTNeoX": {},
+    "Phi": {"num_key_value_heads": 2}, "OPT": {"ffn_dim": 160, "word_embed_proj_dim": 64},
+}  # fmt: skip
+
+
+def built(kind, layers, attention):
+    common = {
+        "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 1,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    if kind == "GPT2":
+        common["n_layer"] = layers
+    config = getattr(transformers, f"{kind}Config")(**{**common, **OPTIONS[kind]})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    silence_dropout(model)
+    return model
+
+
+def kept_bytes(model, dtype):
+    """Storages that autograd saves in one forward of the trunk, weights left out."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage  # held, so that no address is used twice
+        return x
+
+    ids = torch.randint(VOCABULARY, (ROWS, TOKENS))
+    mask = torch.ones_like(ids)
+    mask[0, -5:] = 0
+    positions = torch.arange(TOKENS)[None].expand(ROWS, TOKENS)
+    cast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), cast:
+        model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_layer_keeps_what_the_formula_says(kind, attention, dtype, adapters):
+    if kind == "Gemma2" and attention == "sdpa":
+        pytest.skip("transformers has no sdpa for capped attention")
+    kept = []
+    for layers in (1, 2):
+        model = built(kind, layers, attention)
+        if adapters:
+            add_lora(model.to(dtype), rank=4, alpha=8, task="causal")
+        kept.append(kept_bytes(model, dtype))
+    training = Training(rank=4 if adapters else None)
+    s, eager, batch = dtype.itemsize, attention == "eager", Batch(ROWS, TOKENS, 100)
+    shape = shape_of(model.config.to_dict())
+    planned = layer(shape, batch, training, s=s, eager=eager)
+    assert planned == pytest.approx(kept[1] - kept[0], rel=0.05 if kind == "Phi" else 0.015)
+    # the rest is that of a model of one layer, whose beginning needs no gradient under adapters
+    assert trunk(shape, batch, training, s=s, eager=eager) == pytest.approx(kept[1], rel=0.06 if not adapters else 0.15)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_output_layer_keeps_rows_and_not_logits(dtype):
+    shape = NAMED["smollm2-135m"]
+    hidden = torch.randn(2, 10, shape.width, requires_grad=True)
+    weight = torch.randn(500, shape.width, requires_grad=True)
+    kept = {}
+
+    def keep(x):
+        kept[x.data_ptr()] = x
+        return x
+
+    cast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), cast:
+        token_logprobs(hidden.to(dtype), weight, torch.zeros(2, 10, dtype=torch.int64), torch.ones(2, 10).bool())
+    found = sum(x.nbytes for x in kept.values() if x.data_ptr() != weight.data_ptr())
+    assert found < 2 * 20 * shape.width * dtype.itemsize
+
+
+def test_the_output_layer_grows_with_the_vocabulary_and_no_further_than_a_chunk():
+    shape = NAMED["qwen2.5-1.5b"]
+
+    def bytes_of(tokens):
+        return output_layer(shape, tokens, s=2, trained=False, backward=True)
+
+    assert bytes_of(512) / bytes_of(128) == pytest.approx(4, rel=0.01)
+    assert bytes_of(4096) - bytes_of(512) == 2 * 2 * (4096 - 512) * shape.width  # rows and their gradient
