@@ -15,6 +15,7 @@ from heedful.models.folders import atomic_folder, quiet, remove_leftovers
 from heedful.models.load import scalar_head
 from heedful.models.lora import base_of, is_adapted, merged_state, num_merged
 from heedful.models.parts import ScalarModel
+from heedful.models.portable import ending_at_the_score, for_transformers_4
 from heedful.models.tokens import agree, end_ids
 from heedful.models.verify import SELF_TEST, self_test
 from heedful.models.verify import verify_reward as verify_reward
@@ -81,7 +82,7 @@ def save_reward(
     if card is not None:
         extra[CARD_FILE] = card.to_json()
     settings = {"problem_type": "regression", "num_labels": 1, "mean": score_mean, "std": score_std}
-    return _save(model, tokenizer, Path(path), dtype, extra, settings)
+    return _save(model, ending_at_the_score(tokenizer), Path(path), dtype, extra, settings)
 
 
 def _as_saved(model: Any, tokenizer: Any, dtype: torch.dtype | None) -> ScalarModel:
@@ -124,12 +125,14 @@ def _save(
     with atomic_folder(path, replace=True) as folder, quiet():
         plain.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        for_transformers_4(folder)
         for name, content in extra.items():
             (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         if is_adapted(model):
             # With the tokenizer beside it, PEFT's own loader grows the base to the trained vocabulary.
             model.save_pretrained(folder / "adapter", save_embedding_layers=_vocabulary_grew(model))
             tokenizer.save_pretrained(folder / "adapter")
+            for_transformers_4(folder / "adapter")
     return merged
 
 
