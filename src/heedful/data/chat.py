@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Literal
 
 from heedful.data.template import TEMPLATES as TEMPLATES
 from heedful.data.template import RefusedConversation as RefusedConversation
-from heedful.data.template import decode_continuation, encode_context, encode_continuation, template_of
+from heedful.data.template import (
+    decode_continuation,
+    encode_context,
+    encode_continuation,
+    read_context,
+    read_continuation,
+    template_of,
+)
 from heedful.data.template import render as render
 from heedful.data.template import set_template as set_template
 from heedful.errors import DataError
@@ -113,9 +120,8 @@ def conversation(
 def written_ids(tokenizer: PreTrainedTokenizerBase, query: str, prompt: str | None = None) -> list[int]:
     """The ids that :func:`prompt_ids` and :func:`answer_ids` give for a conversation, from its text.
 
-    What the assistant said earlier is found by the text that the template puts before it; what the template has
-    rewritten there counts as spoken so, and may then differ in the tokens at its border. Special tokens inside the last
-    answer are left out, as they are where a policy's answer is read.
+    What the assistant said earlier is found by the text that the template puts before it. Special tokens inside the
+    last answer are left out, as they are where a policy's answer is read.
 
     Args:
         query: prompt and answer as a policy with this template writes them, with or without the end token. A prompt
@@ -123,7 +129,8 @@ def written_ids(tokenizer: PreTrainedTokenizerBase, query: str, prompt: str | No
         prompt: the beginning of ``query`` up to the answer; None looks for the last place where an answer begins.
 
     Raises:
-        DataError: ``prompt`` does not open ``query``, or there is no place where the answer begins.
+        DataError: ``prompt`` does not open ``query``, there is no place where the answer begins, the tokenizer would
+            show other tokens by the same text, or the template may have rewritten an earlier answer.
     """
     template = template_of(tokenizer)
     header = template.header
@@ -147,11 +154,22 @@ def written_ids(tokenizer: PreTrainedTokenizerBase, query: str, prompt: str | No
         if not end:  # the same words in somebody's message
             context += header + piece
             continue
-        ids += encode_context(tokenizer, template, context + header, first=not ids)
-        ids += [*encode_continuation(tokenizer, said + end)[:-1], template.end_ids[0]]
+        ids += read_context(tokenizer, template, context + header, first=not ids)
+        ids += [*read_continuation(tokenizer, said + end)[:-1], template.end_ids[0]]
         context = after
-    ids += encode_context(tokenizer, template, context + header, first=not ids)
+    ids += read_context(tokenizer, template, context + header, first=not ids)
+    with_earlier = context != prompt.removesuffix(header)
+    # a rewritten answer was encoded with the text around it, and nothing tells whether it was rewritten
+    if with_earlier and _rewrites(tokenizer) and ids != read_context(tokenizer, template, prompt, first=True):
+        raise DataError("the chat template rewrites earlier answers, so the prompt does not tell which tokens it was")
     return ids + answer_ids(tokenizer, template.heard(answer))
+
+
+def _rewrites(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the template prints an earlier answer otherwise than it was spoken: without its thinking."""
+    thought = Message("assistant", "<think>\nthought\n</think>\n\nsaid")
+    question = Message("user", "question")
+    return len(_pieces(tokenizer, [question, thought, question])) == 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,12 +221,47 @@ def encode_continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[i
     return joined[len(newline) :] if joined[: len(newline)] == newline else ids
 
 
-def decode_continuation(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special: bool) -> str:
+def read_context(tokenizer: PreTrainedTokenizerBase, template: Template, text: str, *, first: bool) -> list[int]:
+    """The ids that :func:`encode_context` had made where their text is ``text``.
+
+    Some decoders show a blank behind a special token where none was encoded, so both are tried.
+
+    Raises:
+        DataError: no ids have this text, or several.
+    """
+    marks = "|".join(re.escape(token) for token in _special_tokens(tokenizer).values())
+    before, end = ([], "") if first else ([template.end_ids[0]], template.end_text)
+    texts = (text, re.sub(f"({marks}) ", r"\1", end + text).removeprefix(end))
+    tried = {tuple(encode_context(tokenizer, template, t, first=first)) for t in texts}
+    shown = _decode(tokenizer, before) + text
+    found = [list(ids) for ids in tried if _decode(tokenizer, [*before, *ids]) == shown]
+    if len(found) != 1:
+        raise DataError(f"{_short(text)} does not tell which tokens it was, as this model's tokenizer shows them")
+    return found[0]
+
+
+def read_continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids that :func:`encode_continuation` had made where their text is ``text``.
+
+    Raises:
+        DataError: no ids have this text.
+    """
+    ids = encode_continuation(tokenizer, text)
+    if decode_continuation(tokenizer, ids) != text:
+        raise DataError(f"{_short(text)} is no text that this model's tokenizer gives back")
+    return ids
+
+
+def decode_continuation(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special: bool = False) -> str:
     """The text that ids add to a text before them: with a blank at its start that a decoder would take off alone."""
-
-    def text(shown: list[int]) -> str:
-        return str(tokenizer.decode(shown, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
-
     before = _encode(tokenizer, "\n")
-    alone, joined = text(before), text([*before, *ids])
-    return joined.removeprefix(alone) if alone and joined.startswith(alone) else text(list(ids))
+    alone, joined = (_decode(tokenizer, shown, skip_special) for shown in (before, [*before, *ids]))
+    return joined.removeprefix(alone) if alone and joined.startswith(alone) else _decode(tokenizer, ids, skip_special)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], skip_special: bool = False) -> str:
+    return str(tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:40]} … {text[-39:]}")

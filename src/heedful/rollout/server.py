@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import string
 import threading
 from collections.abc import Callable, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +28,12 @@ from heedful.records import Message
 from heedful.runs.progress import tell
 
 MAX_BODY_BYTES = 64 * 2**20
+_TRIED = (
+    "It is 4.", " Sure?\n", "", "a  b\n\n c\t", *(f"{c} {c}{c} x{c}x\n{c}" for c in string.punctuation),
+    string.digits + " 2024 3.5", "don't , I 'm . so ! we 've ?", "Ünïcode e\u0301 ﬁ ½", "汉字，。 한국어",
+    "🙂 👩\u200d🔬",
+)  # fmt: skip
+"""Blanks, every mark at every border, clean-up, normal forms and bytes."""
 READ_TIMEOUT_SECONDS = 60.0
 """A client that sends nothing for so long is let go."""
 
@@ -65,7 +72,8 @@ class RewardServer:
 
         Raises:
             ConfigError: the address cannot be bound.
-            ModelError: a tokenizer that does not give back the text it was given, so that queries cannot be read.
+            ModelError: a tokenizer whose texts do not tell which tokens they were. One of which only some do is
+                served: :meth:`score` refuses the others.
         """
         _check_template(model.tokenizer)
         self._model, self._name, self._micro_batch_tokens = model, name, micro_batch_tokens
@@ -107,7 +115,11 @@ class RewardServer:
                 signal.signal(number, handler)
 
     def score(self, queries: Sequence[str], prompts: Sequence[str] | None = None) -> list[float]:
-        """One score per query, in order. Raises DataError, with the query's number, as ``chat.written_ids``."""
+        """One score per query, in order, each that of the live model.
+
+        Raises:
+            DataError: a query cannot be read, with its number, as ``chat.written_ids``.
+        """
         sequences = []
         with self._lock:  # tokenizers, too, do one thing at a time
             for i, query in enumerate(queries):
@@ -220,22 +232,33 @@ def _texts(request: Any, key: str) -> list[str] | None:
 
 
 def _check_template(tokenizer: Any) -> None:
-    """What the policy's tokenizer writes is read back as the same ids: tried on a small conversation."""
-    turns = [Message("user", "What is 2 + 2?"), Message("assistant", "It is 4."), Message("user", " Sure?\n")]
-    prompt, answer = chat.prompt_ids(tokenizer, turns), chat.answer_ids(tokenizer, "Yes, it is.")
-
-    def text(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    try:
-        same = chat.written_ids(tokenizer, text(prompt + answer), text(prompt)) == prompt + answer
-    except DataError:
-        same = False
-    if not same:
+    """Queries are read as the ids of the live reward or refused: tried on texts that tokenizers are known to change."""
+    tried = [
+        _read_as_live(tokenizer, turns, said)
+        for said in _TRIED
+        for turns in ([said], ["What is 2 + 2?", "It is 4.", said], [said, said, "Sure?"])
+    ]
+    if False in tried or True not in tried:
         raise ModelError(
             "this model's tokenizer does not give texts back as they were, so queries cannot be scored as PPO scores "
             "them; use the model itself (ppo.rewards.NAME.model)"
         )
+
+
+def _read_as_live(tokenizer: Any, turns: list[str], said: str) -> bool | None:
+    """Whether a policy's answer to these turns is read from its text as PPO reads it; None = it would be refused."""
+    roles = [Message(role, turn) for role, turn in zip(("user", "assistant", "user"), turns)]
+    try:
+        prompt = chat.prompt_ids(tokenizer, roles)
+        answer = chat.answer_ids(tokenizer, said)
+        query, opening = (
+            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            for ids in (prompt + answer, prompt)
+        )
+        read = chat.written_ids(tokenizer, query, opening)
+    except DataError:
+        return None
+    return bool(read == prompt + chat.answer_ids(tokenizer, chat.answer_text(tokenizer, answer)))
 
 
 def open_server(

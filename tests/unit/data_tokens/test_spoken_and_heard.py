@@ -23,8 +23,9 @@ BYTE_TEMPLATES = {
     "empty thinking": EMPTY_THINKING, "tail": TAIL,
 }  # fmt: skip
 PIECES = (
-    "", " ", "  ", "\n", "\n\n", "\t", "a", "two words", "Yes, it is.", " it", "汉字", "，。", "🙂", "👩‍👩‍👧", "é", "e\u0301",
-    "�", "<think>", "<think>\n", "</think>", "<think>\n\n</think>\n\n", "User:", "Assistant:", "[/INST]", "-", "\u00a0",
+    "", " ", "  ", "\n", "\n\n", "\t", "a", "two words", "Yes, it is.", " it", "汉字", "，。", "🙂", "👩\u200d🔬",
+    "é", "e\u0301", "\ufffd", "<think>", "<think>\n", "</think>", "<think>\n\n</think>\n\n", "User:", "Assistant:",
+    "[/INST]", "\u00a0",
 )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from heedful.data.chat import answer_ids, answer_text, prompt_ids, set_template, written_ids
+from heedful.data.chat import TEMPLATES, answer_ids, answer_text, prompt_ids, set_template, written_ids
 from heedful.errors import ConfigError, DataError, EngineError, ModelError
 from heedful.models.load import load_tokenizer
 from heedful.models.roles import build_reward
@@ -62,10 +62,12 @@ def server(folder):
         yield server
 
 
-def asked(tokenizer, *, cut=False):
+def asked(tokenizer, *, cut=False, without=()):
     """Every answer to every conversation, as a policy with this tokenizer would have given it."""
     prompts, completions = [], []
     for n, turns in enumerate(CONVERSATIONS):
+        if not {role for role, _ in turns}.isdisjoint(without):
+            continue
         for k, answer in enumerate(ANSWERS):
             prompt = Prompt(f"p{n}", tuple(Message(*turn) for turn in turns))
             ids = answer_ids(tokenizer, answer)[: -1 if cut else None]
@@ -122,7 +124,7 @@ def test_text_that_cannot_be_read_is_refused(folder, query, prompt, said):
 
 
 def test_a_tokenizer_that_loses_text_is_refused_at_the_start(tmp_path):
-    """As Llama 2's does with blanks: its texts could not be read back to the ids of the live reward."""
+    """Here a mark: nothing in a text tells whether it was there."""
     path = model_folder(tmp_path / "judge", scalar=1)
     file = path / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -131,6 +133,69 @@ def test_a_tokenizer_that_loses_text_is_refused_at_the_start(tmp_path):
     file.write_text(json.dumps(content))
     with pytest.raises(ModelError, match="does not give texts back as they were"):
         open_server(str(path), device="cpu")
+
+
+LLAMA_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}{{ '<s>[INST] ' + m['content'] | trim + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] | trim + ' </s>' }}{% endif %}{% endfor %}"
+)
+
+
+def llama_folder(path, template, *, byte_fallback):
+    """A judge with a tokenizer of Llama 2's kind: a blank before every text, shown behind special tokens, and taken
+    off the start; letters that it does not know are bytes, or else lost."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    letters = [chr(c) for c in range(33, 127)] + ["\u2581", "\n"]
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256) if byte_fallback), *letters]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    core = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=byte_fallback))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    core.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    ])  # fmt: skip
+    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<unk>"
+    )
+    tokenizer.chat_template = template
+    model_folder(path, scalar=1)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path)
+    model.resize_token_embeddings(len(words), mean_resizing=False)
+    model.config.update({"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2})
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("template", [LLAMA_TEMPLATE, TEMPLATES["plain"]], ids=["llama", "plain"])
+def test_a_tokenizer_that_moves_blanks_is_served_with_the_live_scores(tmp_path, template):
+    folder = llama_folder(tmp_path / "judge", template, byte_fallback=True)
+    prompts, completions = asked(load_tokenizer(folder), without=["system"] if template == LLAMA_TEMPLATE else [])
+    live = build_reward(folder, device=CPU, dtype=torch.float32)
+    expected = live.score_texts([p.messages for p in prompts], [c.text for c in completions], micro_batch_tokens=100)
+    with serving(folder) as server:
+        found = HTTPReward("judge", server.url, load_tokenizer(folder), retries=0)(prompts, completions)
+    assert found == pytest.approx(expected, abs=1e-4) and max(expected) - min(expected) > 0.1
+
+
+def test_a_query_that_the_tokenizer_does_not_give_back_is_refused_by_itself(tmp_path):
+    folder = llama_folder(tmp_path / "judge", LLAMA_TEMPLATE, byte_fallback=False)
+    live = build_reward(folder, device=CPU, dtype=torch.float32)
+
+    def text(question, answer=None):
+        said = [] if answer is None else answer_ids(live.part.tokenizer, answer)
+        return live.part.tokenizer.decode(prompt_ids(live.part.tokenizer, [Message("user", question)]) + said)
+
+    questions = ["Hi", "Why 汉 now?"]
+    with serving(folder) as server:
+        both = {"query": [text(q, "ok") for q in questions], "prompts": [text(q) for q in questions]}
+        status, found = post(server.url, both)
+        assert status == 400 and "query 1: " in found["error"] and "<unk>" in found["error"]
+        status, found = post(server.url, {"query": [text("Hi", "o汉k")], "prompts": [text("Hi")]})  # as live reads it
+    expected = live.score_texts([[Message("user", "Hi")]], ["ok"], micro_batch_tokens=100)
+    assert status == 200 and found["rewards"] == pytest.approx(expected, abs=1e-4)
 
 
 def post(url, body, path="/get_reward", headers=None):
