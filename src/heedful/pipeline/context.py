@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from heedful.config.recipe import STAGES, Recipe, Stage
-from heedful.errors import ConfigError
+from heedful.errors import ConfigError, ModelError
 from heedful.runs.folder import RunFolder, StageFolder
+
+
+@contextmanager
+def of_key(key: str) -> Iterator[None]:
+    """What is wrong with a model names the key of the recipe that it came from."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{key}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -37,28 +47,26 @@ class Context:
     @property
     def base(self) -> Path:
         """The folder of the model that everything starts from."""
-        from heedful.models.load import resolve
-
-        return resolve(self.recipe.model.name)
+        return self._named("name")
 
     @property
     def sft_policy(self) -> Path:
         """The policy before PPO: this run's SFT model, model.policy, or the base model itself."""
-        from heedful.models.load import resolve
-
         if self.recipe.sft is not None:
             return self.model_of("sft")
-        return resolve(self.recipe.model.policy) if self.recipe.model.policy else self.base
+        return self._named("policy") if self.recipe.model.policy else self.base
 
     @property
     def reward_model(self) -> Path:
         """This run's reward model, or model.reward."""
+        return self._named("reward") if self.recipe.reward is None else self.model_of("reward")
+
+    def _named(self, key: str) -> Path:
+        """The folder of the model that a key of the recipe's model section names."""
         from heedful.models.load import resolve
 
-        if self.recipe.reward is not None:
-            return self.model_of("reward")
-        assert self.recipe.model.reward is not None
-        return resolve(self.recipe.model.reward)
+        with of_key(f"model.{key}"):
+            return resolve(getattr(self.recipe.model, key))
 
     @property
     def reward_is_stand_in(self) -> bool:

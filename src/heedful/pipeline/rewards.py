@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from heedful.config.ppo import PPOConfig, RewardPart
 from heedful.config.recipe import Recipe
 from heedful.errors import GateError, ModelError
-from heedful.pipeline.context import Context
+from heedful.pipeline.context import Context, of_key
 from heedful.records import RewardCard
 from heedful.runs.progress import tell
 
@@ -30,16 +30,21 @@ def check_rewards(recipe: Recipe) -> None:
         GateError: a reward model whose card is too weak.
         ModelError: a model that does not exist, has no score head, or fewer outputs than ``head`` asks.
     """
-    from heedful.models.load import resolve
+    from heedful.models.load import num_outputs, resolve
     from heedful.rollout.sources import load_reward_function, reward_url
 
+    if recipe.ppo is not None and recipe.ppo.uses_own_reward and recipe.reward is None:
+        with of_key("model.reward"):
+            num_outputs(resolve(recipe.model.reward or ""))
     for name, part in (recipe.ppo.reward_parts if recipe.ppo else {}).items():
         if part.function is not None:
             load_reward_function(name, part.function)
         elif part.url is not None:
             reward_url(part.url)
         elif part.model is not None and part.model != OWN:
-            _check_model(name, part, resolve(part.model), recipe)
+            with of_key(f"ppo.rewards.{name}.model"):
+                path = resolve(part.model)
+            _check_model(name, part, path, recipe)
 
 
 def build_scoring(
@@ -120,7 +125,8 @@ class _Models:
                 own = cached(self._own, self._context.reward_model, hardware["dtype"], self._cache)
                 self._loaded[None] = LastRead(own)
             return self._loaded[None], load_reward_card(self._context.reward_model)
-        path = resolve(part.model).resolve()
+        with of_key(f"ppo.rewards.{name}.model"):
+            path = resolve(part.model).resolve()
         _check_model(name, part, path, self._context.recipe)
         if path not in self._loaded:
             tell(f"reward {name}: loading {part.model}")
@@ -135,7 +141,8 @@ def _check_model(name: str, part: RewardPart, path: Path, recipe: Recipe) -> Non
     from heedful.models.load import num_outputs
     from heedful.pipeline.ppo import gate
 
-    outputs = num_outputs(path)
+    with of_key(f"ppo.rewards.{name}.model"):
+        outputs = num_outputs(path)
     if part.head >= outputs:
         raise ModelError(
             f"ppo.rewards.{name}: head {part.head} of {part.model}, which has {outputs} outputs counted from 0"

@@ -13,6 +13,7 @@ from heedful.config.read import load_recipe
 from heedful.errors import ConfigError, GateError, HeedfulError, ModelError
 from heedful.models import load, roles
 from heedful.models.export import save_reward
+from heedful.models.heads import new_heads
 from heedful.pipeline.context import Context
 from heedful.pipeline.rewards import build_scoring, check_rewards
 from heedful.records import Completion, Message, Prompt, RewardCard
@@ -35,6 +36,17 @@ def models(tmp_path_factory, toy_model) -> dict[str, Path]:
         card = RewardCard(name, accuracy, 0.5, 0.9, 10, 20, score_mean=0.5, score_std=std)
         save_reward(part.model, part.tokenizer, folder / name, score_mean=0.5, score_std=std, card=card)
         found[name] = folder / name
+    for kind, names in (("attributes", ("kind", "safe")), ("ensemble", ("1", "2", "3"))):
+        part = roles.build_scalar(toy_model, lora=None, device=CPU, dtype=torch.float32, new_head=True)
+        weights = dict.fromkeys(names, 1.0 if kind == "attributes" else 1 / 3)
+        heads = new_heads(kind, weights, 32, seed=1, device=CPU)
+        heads.means, heads.deviations = (0.1, 0.2, 0.3)[: len(names)], (0.5, 4.0, 1.0)[: len(names)]
+        part.set_head(heads.row())
+        card = RewardCard(kind, 0.8, 0.5, 0.9, 10, 20, score_mean=0.5, score_std=2.0)
+        save_reward(
+            part.model, part.tokenizer, folder / kind, score_mean=0.5, score_std=2.0, card=card, heads=heads
+        )
+        found[kind] = folder / kind
     return found
 
 
@@ -72,8 +84,8 @@ def scoring(recipe, own=None):
         ({"function": "absent_module:f"}, ConfigError, "cannot import absent_module"),
         ({"function": "words"}, ConfigError, "write it as module:function"),
         ({"url": "http://"}, ConfigError, "reward server 'http://': write it as"),
-        ({"model": "./nowhere"}, ModelError, "model './nowhere' is unknown"),
-        ({"model": "{policy}"}, ModelError, "LlamaForCausalLM has no score head"),
+        ({"model": "./nowhere"}, ModelError, "^ppo.rewards.mine.model: model './nowhere' is unknown"),
+        ({"model": "{policy}"}, ModelError, "^ppo.rewards.mine.model: .*LlamaForCausalLM has no score head"),
         ({"model": "{heads}", "head": 3}, ModelError, "ppo.rewards.mine: head 3 of .*has 3 outputs counted from 0"),
         ({"model": "{carded}", "head": 1}, ModelError, "has 1 outputs"),
         ({"model": "{weak}"}, GateError, r"ppo.rewards.mine \(.*weak\): the reward model orders only 60.0%"),
@@ -86,9 +98,41 @@ def test_what_is_wrong_is_found_before_the_run_begins(recipe, part, error, messa
     assert "\n" not in str(caught.value) and not (Path(made.output)).exists()
 
 
+@pytest.mark.parametrize(("model", "message"), [
+    ("./nowhere", "^model.reward: model './nowhere' is unknown"), ("{policy}", "^model.reward: .* has no score head"),
+])  # fmt: skip
+def test_the_runs_own_reward_model_is_looked_at_before_the_run_begins(recipe, models, model, message):
+    made = recipe({"mine": {"model": "run:reward"}}, "--model.reward", model.format(**models))
+    with pytest.raises(ModelError, match=message):
+        pipeline.run(made)
+    assert not Path(made.output).exists()
+
+
+@pytest.mark.parametrize(("key", "ask"), [("name", "base"), ("policy", "sft_policy"), ("reward", "reward_model")])
+def test_an_unknown_model_names_its_key(recipe, key, ask):
+    made = recipe({"mine": {"model": "{bare}"}}, f"--model.{key}", "./nowhere")
+    with pytest.raises(ModelError, match=f"^model.{key}: model './nowhere' is unknown"):
+        getattr(Context(made, None), ask)
+
+
 def test_a_weak_model_may_be_accepted_and_one_without_card_is_not_judged(recipe):
     check_rewards(recipe({"mine": {"model": "{weak}"}}, "--ppo.accept_weak_reward", "true"))
     check_rewards(recipe({"mine": {"model": "{bare}"}}))
+
+
+def test_a_head_of_an_attribute_is_read_and_scaled_by_its_own_numbers(recipe, models):
+    parts = {"own": {"model": "{attributes}"}, "kind": {"model": "{attributes}", "head": 1},
+             "safe": {"model": "{attributes}", "head": 2}}  # fmt: skip
+    found = recipe(parts)
+    check_rewards(found)
+    made = scoring(found)
+    for r in made(PROMPTS, ANSWERS):
+        raw, scaled = r.raw_parts, r.reward_parts
+        assert raw["own"] == pytest.approx(raw["kind"] / 0.5 + raw["safe"] / 4.0, abs=1e-5)
+        assert scaled["safe"] == pytest.approx((raw["safe"] - 0.2) / 4.0, abs=1e-5)
+        assert scaled["own"] == pytest.approx((raw["own"] - 0.5) / 2.0, abs=1e-5)
+    with pytest.raises(ModelError, match="head 3 of .*has 3 outputs"):
+        check_rewards(recipe({"mine": {"model": "{attributes}", "head": 3}}))
 
 
 def test_models_are_loaded_once_and_read_once(recipe, monkeypatch):
