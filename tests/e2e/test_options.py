@@ -75,7 +75,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "reward.form": "every_token", "reward.zero_centre": 0.5, "reward.length_penalty": 1.0,
         "reward.length_head": True, "reward.max_spread": 0.01, "reward.baits_per_ranking": 1, "reward.train": "head",
         "reward.keep": ("best", {"reward.evaluate_every_steps": 1, "reward.epochs": 6}),
-        "reward.learning_curve": [0.5], "reward.audit": True,
+        "reward.learning_curve": [0.5], "reward.audit": True, "reward.attributes": {"helpful": 1.0, "short": -0.5},
     },
     "ppo": {
         "model.reward": "{other_reward}", "data.prompts": "{data}/more-prompts.jsonl", "ppo.steps": 2,
@@ -162,7 +162,8 @@ class World:
         write(self._folder / "bad.jsonl", [*({"messages": t} for t in talks), {"messages": turns("Only", "")}])
         rankings = [
             {"id": f"r{n}", "prompt": f"Rank {n} " + "really " * (n % 4), "answers": [
-                {"text": f"good {n}", "score": 3}, {"text": "fair", "score": 2}, {"text": "bad " * 4, "score": 1}]}
+                {"text": f"good {n}", "score": 3}, {"text": "fair", "score": 2}, {"text": "bad " * 4, "score": 1}],
+             "ratings": {"helpful": [3, 3, 1], "short": [2, None, 1]}}
             for n in range(12)
         ]  # fmt: skip
         write(self._folder / "rankings.jsonl", rankings)

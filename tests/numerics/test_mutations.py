@@ -331,6 +331,9 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         (".sum(dim=3) / counts_PKKT.sum(dim=3)", ".sum(dim=3) / longer_PKK"),
         ("order(values_PKT[..., -1]", "order(values_PKT[..., 0]"),
         # what keeps scores honest
+        ("(mask_PK.sum(dim=1) - 1).clamp(min=0)", "mask_PK.sum(dim=1)"),
+        ("(mask_PK.sum(dim=1) - 1).clamp(min=0).sum().clamp(min=1)", "(mask_PK.sum(dim=1) - 1).clamp(min=0).sum()"),
+        ("(_centred(scores_PK, mask_PK) ** 2).sum() / num_free", "(scores_PK**2).sum() / num_free"),
         ("scores_PK.sum(dim=1) / mask_PK.sum(dim=1).clamp(min=1)\n    square", "scores_PK.mean(dim=1)\n    square"),
         ("scores_PK.sum(dim=1) / mask_PK.sum(dim=1).clamp(min=1)\n    square", "scores_PK.sum(dim=1)\n    square"),
         ("scores_PK = masked.counted(scores_PK, mask_PK)\n    mean_P", "mean_P"),

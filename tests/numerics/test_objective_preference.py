@@ -337,6 +337,14 @@ def test_length_correlation_is_pooled_within_prompts():
         assert_close(grad, torch.zeros(1, 3), largest=0.0)
 
 
+def test_deviation_is_within_prompts():
+    """Levels of prompts do not count, nor does what is masked; a prompt of one answer says nothing."""
+    scores = torch.tensor([[1.0, 3, 5, 99], [100, 104, -7, 99], [8, 99, 99, 99]])
+    mask = mask_of([3, 2, 1], 4)
+    assert_close(preference.deviation(scores, mask), math.sqrt((4 + 0 + 4 + 4 + 4) / (2 + 1)))
+    assert_close(preference.deviation(scores[2:], mask[2:]), 0.0)
+
+
 def test_honesty_terms_by_finite_differences_and_at_masked_places():
     torch.manual_seed(4)
     scores, mask = torch.randn(3, 4).double(), mask_of([4, 3, 2], 4)

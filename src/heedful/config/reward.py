@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from heedful.config.section import (
     CheckpointConfig,
@@ -14,9 +14,16 @@ from heedful.config.section import (
     NonNegative,
     Positive,
     Section,
+    word,
 )
 
 AboveZero = Annotated[float, Field(gt=0)]
+
+
+def _not_zero(weight: float) -> float:
+    if weight == 0:
+        raise ValueError("a weight of 0 would train a head for nothing; leave the attribute out")
+    return weight
 
 
 class RewardConfig(Section):
@@ -51,6 +58,11 @@ class RewardConfig(Section):
     zero_centre: NonNegative = 0.0
     """Weight of the squared mean score of a prompt's answers (Eisenstein et al. 2023); 0.01 keeps scores near 0."""
 
+    # several heads
+    attributes: dict[Annotated[str, AfterValidator(word)], Annotated[float, AfterValidator(_not_zero)]] = {}
+    """Attributes that the data rate, each with a head of its own, and what they weigh in the score in units of their
+    deviation; {} = off. overall is the ranking itself; below 0 = less of it is better."""
+
     # against hacking
     length_penalty: NonNegative = 0.0
     """Weight of the squared within-prompt correlation of score and log length; 0 = off, 0.1 to 1 where the data love
@@ -84,4 +96,14 @@ class RewardConfig(Section):
     def _fits(self) -> RewardConfig:
         if self.train == "head" and self.lora is not None:
             raise ValueError("train: head leaves nothing for lora to adapt; take one of them")
+        if self.attributes:
+            self._attributes_fit()
         return self
+
+    def _attributes_fit(self) -> None:
+        if self.labels != "ranks" or self.margin:
+            raise ValueError("attributes are learned from the order of their ratings; take labels: ranks and margin: 0")
+        if self.length_head:
+            raise ValueError("length_head works on one score; take length_penalty with attributes")
+        if self.baits_per_ranking and "overall" not in self.attributes:
+            raise ValueError("baits have no ratings, so baits_per_ranking needs overall among the attributes")

@@ -11,6 +11,13 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
+def word(name: str) -> str:
+    """The name itself, when it can stand in a metric's name and in a dotted key."""
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} must be one word of letters, digits and _")
+    return name
+
+
 class Section(BaseModel):
     """Base of every part of a recipe."""
 

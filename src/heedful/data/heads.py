@@ -13,7 +13,7 @@ OVERALL = "overall"
 """The attribute that is the ranking itself."""
 
 
-def with_attributes(samples: Iterable[RankingSample], names: Sequence[str]) -> list[RankingSample]:
+def with_attributes(samples: Iterable[RankingSample], names: Iterable[str]) -> list[RankingSample]:
     """Each ranking with the ranks that its ratings make, one head per attribute.
 
     Equal ratings are a tie, and an answer that was not rated is none of that head's. ``overall`` takes the ranks of

@@ -12,6 +12,7 @@ def parts(card: RewardCard) -> list[tuple[str, Accuracy]]:
         ("where the shorter is better", card.shorter_wins),
         *((f"category {name}", found) for name, found in card.by_category.items()),
         *((f"source {name}", found) for name, found in card.by_source.items()),
+        *((f"attribute {name}", found) for name, found in card.attributes.items()),
         ("against baits", card.baits),
         ("by length alone (fitted)", card.length_fit.accuracy if card.length_fit else None),
     ]

@@ -12,6 +12,7 @@ import torch
 
 from heedful.errors import ModelError
 from heedful.models.folders import atomic_folder, quiet, remove_leftovers
+from heedful.models.heads import HEADS_FILE, Heads
 from heedful.models.load import scalar_head
 from heedful.models.lora import base_of, is_adapted, merged_state, num_merged
 from heedful.models.parts import ScalarModel
@@ -53,6 +54,7 @@ def save_reward(
     score_mean: float,
     score_std: float,
     card: RewardCard | None = None,
+    heads: Heads | None = None,
     dtype: torch.dtype | None = None,
 ) -> int:
     """Write a reward model's folder, one for ``AutoModelForSequenceClassification``, vLLM, OpenRLHF and RewardBench.
@@ -64,6 +66,7 @@ def save_reward(
     Args:
         score_mean, score_std: over held-out answers, in raw score units.
         card: kept in ``reward_card.json``; its quantiles go into ``reward_norm.json``.
+        heads: what the one output was made of, kept in ``heads.json``.
 
     Returns:
         the number of tensors that adapters were merged into.
@@ -77,18 +80,22 @@ def save_reward(
     quantiles = card.score_quantiles if card is not None else {}
     extra: dict[str, Any] = {
         "reward_norm.json": {"mean": score_mean, "std": score_std, "quantiles": quantiles},
-        SELF_TEST: self_test(_as_saved(model, tokenizer, dtype)),
+        SELF_TEST: self_test(_as_saved(model, tokenizer, dtype, heads)),
     }
+    if heads is not None:
+        extra[HEADS_FILE] = heads.to_json()
     if card is not None:
         extra[CARD_FILE] = card.to_json()
     settings = {"problem_type": "regression", "num_labels": 1, "mean": score_mean, "std": score_std}
     return _save(model, ending_at_the_score(tokenizer), Path(path), dtype, extra, settings)
 
 
-def _as_saved(model: Any, tokenizer: Any, dtype: torch.dtype | None) -> ScalarModel:
+def _as_saved(model: Any, tokenizer: Any, dtype: torch.dtype | None, heads: Heads | None) -> ScalarModel:
     """The live model as a part that computes in the precision of the saved weights, or else of its own."""
     weight = next(base_of(model).base_model.parameters())
-    return ScalarModel(model, tokenizer, weight.device, dtype or weight.dtype)
+    part = ScalarModel(model, tokenizer, weight.device, dtype or weight.dtype)
+    part.heads = heads
+    return part
 
 
 def load_reward_card(path: Path | str) -> RewardCard | None:
@@ -127,7 +134,9 @@ def _save(
         tokenizer.save_pretrained(folder)
         for_transformers_4(folder)
         for name, content in extra.items():
-            (folder / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            indent = None if name == HEADS_FILE else 2  # not a line for every weight
+            text = json.dumps(content, indent=indent, ensure_ascii=False)
+            (folder / name).write_text(text + "\n", encoding="utf-8")
         if is_adapted(model):
             # With the tokenizer beside it, PEFT's own loader grows the base to the trained vocabulary.
             model.save_pretrained(folder / "adapter", save_embedding_layers=_vocabulary_grew(model))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from heedful.batches import RankingBatch, TokenBatch
 from heedful.errors import ModelError
 from heedful.models.hardware import autocast
+from heedful.models.heads import Heads
 from heedful.models.load import scalar_head
 from heedful.models.lora import base_of, is_adapted
 from heedful.objectives.logprobs import exact_kl, token_logprobs
@@ -243,12 +244,14 @@ class ScalarModel(Part):
         super().__init__(model, tokenizer, device, dtype)
         self._head = scalar_head(self.base, any_outputs=any_outputs)
         self._head.float()
+        self.heads: Heads | None = None
+        """What the score is made of, where it is made of several heads; :meth:`outputs` tells them after it"""
 
     @torch.no_grad()
-    def zero_head(self) -> None:
-        """Let every score and value be 0, until the head is trained."""
+    def set_head(self, weight_D: Tensor) -> None:
+        """Let the head be this row without a bias; a row of 0 makes every score and value 0 until it is trained."""
         for parameter in self._head.parameters():
-            parameter.zero_()
+            parameter.copy_(weight_D if parameter.ndim == 2 else torch.zeros_like(parameter))
 
     def _read_head(self, hidden: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):
@@ -263,6 +266,10 @@ class ScalarModel(Part):
         """Leave the head alone to train."""
         self.model.requires_grad_(False)
         self._head.requires_grad_(True)
+
+    def freeze_head(self) -> None:
+        """Leave the head as it is."""
+        self._head.requires_grad_(False)
 
     def values(self, batch: TokenBatch) -> Tensor:
         """[B, T]: the scalar after each input token; entry t is the value of the state that predicts target t."""
@@ -292,7 +299,7 @@ class ScalarModel(Part):
         return self.outputs(ids_NT, attention_mask_NT)[..., 0]
 
     def outputs(self, ids_NT: Tensor, attention_mask_NT: Tensor) -> Tensor:
-        """[N, number of outputs]: as :meth:`scores`, every output of the head."""
+        """[N, number of outputs]: as :meth:`scores`, every output of the head, then every one of :attr:`heads`."""
         num_tokens_N = attention_mask_NT.sum(-1)
         if not bool((num_tokens_N > 0).all()):
             raise ModelError(f"row {int((num_tokens_N == 0).nonzero()[0])} of the batch to score has no tokens")
@@ -300,7 +307,9 @@ class ScalarModel(Part):
         hidden_NTD = self._trunk(ids_NT, attention_mask_NT, position_ids_NT)
         last_N = position_ids_NT.argmax(-1)  # the first place of the largest position is the last attended token
         rows_N = torch.arange(len(ids_NT), device=ids_NT.device)
-        return self._read_head(hidden_NTD[rows_N, last_N])
+        last_ND = hidden_NTD[rows_N, last_N]
+        own = self._read_head(last_ND)
+        return own if self.heads is None else torch.cat([own, self.heads.scalars(last_ND)], dim=-1)
 
     def score_texts(
         self, prompts: Sequence[Sequence[Message]], answers: Sequence[str], *, micro_batch_tokens: int

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from heedful.batches import TokenBatch
 from heedful.errors import ModelError
+from heedful.models.heads import load_heads
 from heedful.models.load import load_causal, load_scalar, load_tokenizer
 from heedful.models.lora import add_lora, is_adapted
 from heedful.models.parts import Head, LanguageModel, Part, ScalarModel
@@ -155,13 +156,17 @@ def build_scalar(
         path, dtype=weights, device=device, attention=attention, head="new" if new_head else "required", seed=seed
     )
     model = _with_trained_weights(model, lora, trained, task="scalar")
-    return ScalarModel(model, load_tokenizer(path), device, dtype)
+    part = ScalarModel(model, load_tokenizer(path), device, dtype)
+    part.heads = None if new_head else load_heads(path, device)
+    return part
 
 
 def build_reward(path: Path | str, *, device: torch.device, dtype: torch.dtype, attention: str = "auto") -> Reward:
-    """A frozen reward model of its own, its head with one output or several."""
+    """A frozen reward model of its own, its head with one output or several, with the heads that it was made of."""
     model = load_scalar(path, dtype=dtype, device=device, attention=attention, head="any").requires_grad_(False)
-    return Reward(ScalarModel(model, load_tokenizer(path), device, dtype, any_outputs=True))
+    part = ScalarModel(model, load_tokenizer(path), device, dtype, any_outputs=True)
+    part.heads = load_heads(path, device)
+    return Reward(part)
 
 
 def _with_trained_weights(
@@ -212,7 +217,7 @@ def build_roles(
         value = build_scalar(
             policy_path, lora=value_lora, device=device, dtype=dtype, attention=attention, new_head=True
         )
-        value.zero_head()
+        value.set_head(torch.zeros(1, device=device))
     elif reward_path is None:
         raise ModelError("value_from: reward needs a reward model and there is none; take value_from: policy or trunk")
     else:

@@ -7,6 +7,7 @@ score the same texts and see whether weights, head, tokenizer and template have 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ def self_test(part: ScalarModel) -> dict[str, Any]:
         text = part.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         prompt = [m.to_json() for m in roles[:-1]]
         pairs.append({"prompt": prompt, "answer": turns[-1], "text": text, "num_tokens": len(ids)})
-    for pair, score in zip(pairs, _scores(part, pairs), strict=True):
-        pair["score"] = score
+    for pair, outputs in zip(pairs, _outputs(part, pairs), strict=True):
+        pair["score"] = outputs[0]
+        if len(outputs) > 1:
+            pair["heads"] = outputs[1:]
     return {"dtype": str(part.dtype).removeprefix("torch."), "pairs": pairs}
 
 
@@ -91,6 +94,7 @@ def verify_reward(path: Path | str, *, device: torch.device | str = "cpu") -> Ve
         content = json.loads((path / SELF_TEST).read_text(encoding="utf-8"))
         pairs, dtype = content["pairs"], getattr(torch, content["dtype"])
         then = [float(pair["score"]) for pair in pairs]
+        heads_then = [[float(value) for value in pair.get("heads", ())] for pair in pairs]
     except FileNotFoundError:
         raise ModelError(f"{path}: no {SELF_TEST} in this folder, so nothing says what it should score") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -98,10 +102,9 @@ def verify_reward(path: Path | str, *, device: torch.device | str = "cpu") -> Ve
     if not then:
         raise ModelError(f"{path / SELF_TEST} holds no texts, so nothing can be verified")
     part = build_reward(path, device=torch.device(device), dtype=dtype).part
-    now = _scores(part, pairs)
-    tolerance = TOLERANCE * max(1.0, *map(abs, then))
-    if dtype != torch.float32:
-        tolerance = max(tolerance, 0.1 * float(torch.tensor(then).std()))
+    outputs = _outputs(part, pairs)
+    now = [row[0] for row in outputs]
+    tolerance = _tolerance(then, dtype)
     gaps = [abs(a - b) for a, b in zip(then, now, strict=True)]
     worst = max(range(len(gaps)), key=lambda i: gaps[i])
     if not max(gaps) <= tolerance:
@@ -109,9 +112,23 @@ def verify_reward(path: Path | str, *, device: torch.device | str = "cpu") -> Ve
             f"{path}: the self-test text {worst + 1} scored {then[worst]:.5g} when the model was saved and "
             f"{now[worst]:.5g} now; weights, tokenizer or template are not those that were saved"
         )
+    _verify_heads(path, heads_then, [row[1:] for row in outputs], dtype)
     return Verified(len(gaps), max(gaps), tolerance)
 
 
-def _scores(part: ScalarModel, pairs: list[dict[str, Any]]) -> list[float]:
+def _verify_heads(path: Path, then: list[list[float]], now: list[list[float]], dtype: torch.dtype) -> None:
+    if [len(row) for row in then] != [len(row) for row in now]:
+        raise ModelError(f"{path}: the self-test knows {len(then[0])} heads and the folder has {len(now[0])}")
+    for a, b in zip(zip(*then, strict=True), zip(*now, strict=True), strict=True):
+        if not max(abs(x - y) for x, y in zip(a, b, strict=True)) <= _tolerance(a, dtype):
+            raise ModelError(f"{path}: a head says {b[0]:.5g} of the first text and said {a[0]:.5g} when saved")
+
+
+def _tolerance(scores: Sequence[float], dtype: torch.dtype) -> float:
+    tolerance = TOLERANCE * max(1.0, *map(abs, scores))
+    return tolerance if dtype == torch.float32 else max(tolerance, 0.1 * float(torch.tensor(scores).std()))
+
+
+def _outputs(part: ScalarModel, pairs: list[dict[str, Any]]) -> list[list[float]]:
     prompts = [tuple(Message(**m) for m in pair["prompt"]) for pair in pairs]
-    return part.score_texts(prompts, [pair["answer"] for pair in pairs], micro_batch_tokens=4096)
+    return part.output_texts(prompts, [pair["answer"] for pair in pairs], micro_batch_tokens=4096)

@@ -254,6 +254,15 @@ def length_correlation(
     return torch.where(is_defined, (score_PK * length_PK).sum() * torch.where(is_defined, product, 1.0).rsqrt(), 0.0)
 
 
+def deviation(scores_PK: Float[Tensor, "P K"], mask_PK: Bool[Tensor, "P K"]) -> Float[Tensor, ""]:
+    """By how much the scores of one prompt's answers deviate: √(Σ s̃² / Σ (K_p − 1)), s̃ within the prompt; 0 for none.
+
+    The levels of different prompts, which Bradley–Terry leaves free, do not count.
+    """
+    num_free = (mask_PK.sum(dim=1) - 1).clamp(min=0).sum().clamp(min=1)
+    return ((_centred(scores_PK, mask_PK) ** 2).sum() / num_free).sqrt()
+
+
 def _centred(x_PK: Tensor, mask_PK: Tensor) -> Tensor:
     """Deviations from the mean of the prompt's answers; 0 where masked."""
     x_PK = masked.counted(x_PK, mask_PK)

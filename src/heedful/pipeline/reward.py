@@ -31,8 +31,9 @@ def run_reward(context: Context, stage: StageFolder) -> dict[str, Any]:
     tell(f"reward model: {_said(card)}; length alone {card.length_accuracy or 0:.1%}")
     card = replace(card, data={**card.data, **data_facts(recipe, *context.rankings())})
     save_reward(
-        model.model, model.tokenizer, stage.model, score_mean=card.score_mean, score_std=card.score_std, card=card
-    )
+        model.model, model.tokenizer, stage.model, score_mean=card.score_mean, score_std=card.score_std, card=card,
+        heads=model.heads,
+    )  # fmt: skip
     del model
     verify_reward(stage.model, device=context.hardware()["device"])  # what others load scores as what was trained
     write_model_card(stage.model)
@@ -67,19 +68,22 @@ def _samples(
 ) -> tuple[Tokenised[RankingSample], Tokenised[RankingSample], list[RankingSample]]:
     """Training and held-out rankings, and the gold controls of either."""
     from heedful.data import tokenise
+    from heedful.data.heads import require_attributes
     from heedful.data.pairs import gold_ranks, training_ranks, without_controls
 
     limits: dict[str, Any] = {
         "max_tokens": config.max_tokens, "max_prompt_tokens": context.recipe.data.max_prompt_tokens
     }  # fmt: skip
     labels: dict[str, Any] = {
-        "labels": config.labels, "margins": config.margin > 0, "keep_all_tied": config.ties == "half"
+        "labels": config.labels, "margins": config.margin > 0,
+        "keep_all_tied": config.ties == "half" or bool(config.attributes),
     }  # fmt: skip
     train, heldout = context.rankings()
     controls = [r for r in train + heldout if r.gold is not None]
     train, heldout = without_controls(train), [r for r in heldout if r.gold is None]
     samples = tokenise.rankings(train, [training_ranks(r) for r in train], tokenizer, **limits, **labels)
     heldout_samples = tokenise.rankings(heldout, [training_ranks(r) for r in heldout], tokenizer, **limits, **labels)
+    require_attributes(samples.samples, config.attributes)
     told = f"Reward data: {samples.summary()}; held out: {heldout_samples.summary()}"
     if not controls:
         tell(told)

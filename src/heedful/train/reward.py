@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from heedful.batches import RankingBatch, StepStats, to_device
 from heedful.config.reward import RewardConfig
 from heedful.data.baits import with_baits
 from heedful.data.collate import ranking_batch, ranking_shape
+from heedful.data.heads import with_attributes
 from heedful.data.packing import ranking_batches
 from heedful.data.stream import EpochStream, fingerprint
 from heedful.data.tokenise import RankingSample
+from heedful.evaluate.accuracy import accuracy_where
 from heedful.evaluate.reward_card import ScoredRanking, build_card
 from heedful.models import packing
+from heedful.models.heads import Heads
 from heedful.models.parts import ScalarModel
 from heedful.objectives import preference
 from heedful.records import RewardCard
 from heedful.runs.folder import StageFolder
 from heedful.train.best import Best
 from heedful.train.loop import Loop, tell
-from heedful.train.reward_loss import RewardLoss
+from heedful.train.reward_loss import RewardLoss, labels_of
 from heedful.train.step import Optimisation, optimise
 from heedful.train.watch import OverfittingWatch
 from heedful.train.weights import put
@@ -49,8 +53,8 @@ def train_reward(
     """
     if config.train == "head":
         model.freeze_trunk()
-    samples = with_baits(samples, config.baits_per_ranking, max_tokens=config.max_tokens, seed=seed)
-    of_data = fingerprint((s.sequences, s.ranks, s.targets) for s in samples)
+    samples = _lessons(samples, config, seed)
+    of_data = fingerprint((s.sequences, s.ranks, s.targets, [h.ranks for h in s.heads]) for s in samples)
     stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=of_data)
     total_steps = stream.num_steps(config.epochs)
     loss = RewardLoss(model, config, seed=seed)
@@ -64,16 +68,16 @@ def train_reward(
         chosen = [samples[j] for j in next(stream)]
         parts = loss.parts(micro_batches(chosen, config, model.pad_id, attention_tokens=attention_tokens))
         out = optimise([optimisation], parts, loss, step=i, ids_of=lambda part: part.batch.ids)
+        told = out.metrics | loss.step_metrics()
         scalars = {
-            **{f"reward/{name}": value for name, value in out.metrics.items()},
-            "reward/length_correlation": loss.length_correlation(),
+            **{f"reward/{name}": value for name, value in told.items()},
             "reward/gradient_norm": out.gradient_norms["reward"],
             "reward/learning_rate": out.learning_rates["reward"],
             "reward/epoch": stream.epoch + stream.offset / stream.num_items,
             "reward/rankings_per_second": len(chosen) / (time.perf_counter() - started),
         }
-        if "accuracy" in out.metrics:
-            watch.trained(out.metrics["accuracy"])
+        if "accuracy" in told:
+            watch.trained(told["accuracy"])
         last = i + 1 == total_steps
         if last or (i + 1) % config.evaluate_every_steps == 0:
             scalars |= look(i, last)
@@ -82,7 +86,7 @@ def train_reward(
     def look(i: int, last: bool) -> dict[str, float]:
         """Measure the model as it is on the held-out rankings."""
         card = reward_card(
-            model, heldout, config, seed=seed, controls=controls,
+            model, heldout, config, seed=seed, controls=controls, heads=loss.heads,
             attention_tokens=None if last else attention_tokens,
         )  # fmt: skip
         cards.append(card)
@@ -91,7 +95,8 @@ def train_reward(
         if config.keep == "best":
             best.offer(i + 1, -heldout_loss, optimisation.parameters)
         return {"reward/heldout_accuracy": card.accuracy, "reward/heldout_loss_nats": heldout_loss,
-                "reward/score_mean": card.score_mean, "reward/score_std": card.score_std}  # fmt: skip
+                "reward/score_mean": card.score_mean, "reward/score_std": card.score_std,
+                **{f"reward/heldout_accuracy/{name}": x.value for name, x in card.attributes.items()}}  # fmt: skip
 
     loop = Loop(
         "Reward model", stage, total_steps, config.checkpoint,
@@ -103,11 +108,27 @@ def train_reward(
         put(optimisation.parameters, best.weights)
         tell(f"reward model: the weights after step {best.step} of {total_steps} had the lowest held-out loss")
     if best.step not in (None, total_steps) or not cards:  # or stopped after the last step
-        cards.append(reward_card(model, heldout, config, seed=seed, controls=controls))
+        cards.append(reward_card(model, heldout, config, seed=seed, controls=controls, heads=loss.heads))
+    loss.finish()
     told: dict[str, Any] = {"kept_step": best.step or total_steps, "overfitting": watch.verdict()}
     if told["overfitting"]:
         tell(f"reward model: {told['overfitting']}")
     return dataclasses.replace(cards[-1], train_accuracy=watch.train_accuracy, data={**cards[-1].data, **told})
+
+
+def _lessons(samples: Sequence[RankingSample], config: RewardConfig, seed: int) -> list[RankingSample]:
+    """What the model is taught: with baits and each head's labels, without rankings of which no head has a pair."""
+    samples = with_baits(samples, config.baits_per_ranking, max_tokens=config.max_tokens, seed=seed)
+    samples = with_attributes(samples, config.attributes)
+
+    def teaches(sample: RankingSample) -> bool:
+        rated = [[rank for rank in head.ranks if rank] for head in sample.heads]
+        return not rated or any(len(ranks if config.ties == "half" else set(ranks)) > 1 for ranks in rated)
+
+    kept = [sample for sample in samples if teaches(sample)]
+    if len(kept) < len(samples):
+        tell(f"{len(samples) - len(kept)} of {len(samples)} rankings tell no answers apart in any attribute: left out")
+    return kept
 
 
 def micro_batches(
@@ -131,34 +152,74 @@ def reward_card(
     seed: int,
     controls: Sequence[RankingSample] = (),
     attention_tokens: float | None = None,
+    heads: Heads | None = None,
 ) -> RewardCard:
     """What :func:`build_card` says of the model on held-out rankings, and on gold controls where there are some.
 
     The loss is that of the labels that were trained, without smoothing, margin or penalties, so that runs compare; the
-    answers of people alone count in it.
+    answers of people alone count in it. Of several attributes it is the mean of each on its own ratings.
 
     Args:
+        heads: make the score in place of the model's own head; their means and deviations become those of the held-out
+            answers. No label is read for that, and the score that they make is the one that the card is about.
         attention_tokens: packs the rankings, for a look during training; a card for others encodes every answer alone,
             as they will.
     """
-    everything = [*samples, *controls]
-    scored: list[ScoredRanking | None] = [None] * len(everything)
-    loss, num_prompts = 0.0, 0
+    everything = with_attributes([*samples, *controls], config.attributes)
+    outputs: list[list[list[float]]] = [[]] * len(everything)
+    is_known: list[list[bool]] = [[]] * len(everything)
+    losses: dict[int, list[tuple[float, int]]] = {}
     for group in _groups(everything, config, attention_tokens):
         rankings = [everything[i] for i in group]
         batch = to_device(ranking_batch(rankings, model.pad_id, attention_tokens=attention_tokens), model.device)
-        scores_PK = model.ranking_scores(batch)
+        last_PKD = model.ranking_states(batch)[batch.rows_PK, batch.columns_PK]
+        scores_PKH = model.scalars(last_PKD)[..., None] if heads is None else heads.scalars(last_PKD)
         is_known_PK = batch.baits_PK | _is_control(group, rankings, batch.mask_PK, len(samples))
-        mask_PK = batch.mask_PK & ~is_known_PK
-        labels: dict[str, Any] = {"targets_PKK": batch.targets_PKK, "ties": config.ties}
-        num_prompts += int(preference.num_prompts(batch.ranks_PK, mask_PK, **labels))
-        loss += float(preference.ranking(scores_PK, batch.ranks_PK, mask_PK, denominator=1, **labels).loss)
-        for i, s, row in zip(group, rankings, scores_PK.tolist(), strict=True):
-            scored[i] = ScoredRanking(
-                row[: len(s.ranks)], s.ranks, s.num_answer_chars, category=s.category, source=s.source, kinds=s.kinds,
-                gold=s.gold,
-            )  # fmt: skip
-    return build_card([s for s in scored if s is not None], loss=loss / max(1, num_prompts), seed=seed)
+        for h, labels in enumerate(labels_of(batch)):
+            mask_PK = labels.mask_PK & ~is_known_PK
+            options: dict[str, Any] = {"targets_PKK": batch.targets_PKK, "ties": config.ties}
+            num = int(preference.num_prompts(labels.ranks_PK, mask_PK, **options))
+            found = preference.ranking(scores_PKH[..., h], labels.ranks_PK, mask_PK, denominator=1, **options)
+            losses.setdefault(h, []).append((float(found.loss), num))
+        for i, s, rows, known in zip(group, rankings, scores_PKH.tolist(), is_known_PK.tolist(), strict=True):
+            outputs[i], is_known[i] = rows[: len(s.ranks)], known[: len(s.ranks)]
+    factors = [1.0] if heads is None else _measured(heads, outputs, is_known)
+    scored = [
+        ScoredRanking(
+            [sum(f * x for f, x in zip(factors, row, strict=True)) for row in rows], s.ranks, s.num_answer_chars,
+            category=s.category, source=s.source, kinds=s.kinds, gold=s.gold,
+        )
+        for s, rows in zip(everything, outputs, strict=True)
+    ]  # fmt: skip
+    card = build_card(scored, loss=_mean_loss(losses), seed=seed)
+    if heads is None:
+        return card
+    accuracies = {
+        name: accuracy_where(
+            [[row[h] for row in rows] for rows in outputs], [s.heads[h].ranks for s in everything],
+            [[bool(r) and not k for r, k in zip(s.heads[h].ranks, known)] for s, known in zip(everything, is_known)],
+            seed=seed,
+        )
+        for h, name in enumerate(heads.names)
+    }  # fmt: skip
+    return dataclasses.replace(card, attributes={name: x for name, x in accuracies.items() if x is not None})
+
+
+def _mean_loss(losses: Mapping[int, Sequence[tuple[float, int]]]) -> float:
+    """Mean over the heads of their means over prompts; heads without a pair are left out."""
+    sums = [(sum(loss for loss, _ in found), sum(num for _, num in found)) for found in losses.values()]
+    means = [loss / num for loss, num in sums if num]
+    return sum(means) / max(1, len(means))
+
+
+def _measured(heads: Heads, outputs: Sequence[list[list[float]]], is_known: Sequence[list[bool]]) -> list[float]:
+    """Note the means and deviations of the heads' scores; what each counts in the score, [H]."""
+    scores_PKH = pad_sequence([torch.tensor(rows, dtype=torch.float64) for rows in outputs], batch_first=True)
+    masks = [~torch.tensor(known, dtype=torch.bool) for known in is_known]
+    mask_PK = pad_sequence(masks, batch_first=True)
+    heads.means = tuple(scores_PKH[mask_PK].mean(dim=0).tolist())
+    heads.deviations = tuple(float(preference.deviation(x_PK, mask_PK)) for x_PK in scores_PKH.unbind(-1))
+    return heads.factors(heads.deviations)
 
 
 def _is_control(

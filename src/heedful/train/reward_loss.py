@@ -1,24 +1,26 @@
 """What the reward model is trained on: the ranking loss of a micro-batch, and what is added to keep scores honest.
 
-All but one of the terms are means over prompts, so that micro-batches add up. The correlation of score and length is
-one number of the whole step: its slope at every score is found first, from scores without gradient, and each
+A model may have H heads, each with labels of its own: every term is then the mean over the heads, of which one is the
+usual case. All but one of the terms are means over prompts, so that micro-batches add up. The correlation of score and
+length is one number of the whole step: its slope at every score is found first, from scores without gradient, and each
 micro-batch then follows its own part of the slope. The gradient is exact however the step is cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from heedful.batches import LossOut, RankingBatch, to_device
 from heedful.config.reward import RewardConfig
+from heedful.models.heads import Heads, new_heads
 from heedful.models.parts import ScalarModel
 from heedful.objectives import masked, preference
+from heedful.train.reward_metrics import pooled, step_metrics
 
 
 class LengthHead:
@@ -57,10 +59,27 @@ class Part:
     """One micro-batch of a step, with what the whole step says about it."""
 
     batch: RankingBatch
-    quality_slopes_PK: Tensor | None = None
+    quality_slopes_PKH: Tensor | None = None
     """Of the length terms, at the scores; None where there are none."""
     length_slopes_PK: Tensor | None = None
     """Of the same at the scores of the length head."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What one head is taught of a batch."""
+
+    ranks_PK: Tensor
+    mask_PK: Tensor
+    weights_P: Tensor | None = None
+
+
+def labels_of(batch: RankingBatch) -> list[Labels]:
+    """One per head; the ranking itself where there are no heads."""
+    if batch.head_ranks_HPK is None or batch.head_weights_HP is None:
+        return [Labels(batch.ranks_PK, batch.mask_PK)]
+    heads = zip(batch.head_ranks_HPK, batch.head_weights_HP, strict=True)
+    return [Labels(ranks_PK, batch.mask_PK & (ranks_PK > 0), weights_P) for ranks_PK, weights_P in heads]
 
 
 class RewardLoss:
@@ -70,96 +89,109 @@ class RewardLoss:
         self.model, self.config = model, config
         self.length_head = LengthHead(model, seed=seed) if config.length_head else None
         self.length_weight = config.length_penalty or float(config.length_head)
-        self._num_prompts = self._num_ordered = self._num_baited = 0
+        self.heads: Heads | None = None
+        if config.attributes:
+            width = model.base.config.get_text_config().hidden_size
+            self.heads = new_heads("attributes", config.attributes, width, seed=seed, device=model.device)
+            model.freeze_head()  # it becomes the sum of the heads when they are trained
+        self._num_prompts_H: list[int] = []
+        """With a pair of this head"""
+        self._num_rankings = 0
         self._seen: list[tuple[Tensor, RankingBatch]] = []
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All that is trained, by name; the length head too, which is not part of the model."""
+        """All that is trained, by name; heads that are not part of the model itself too."""
         own = {} if self.length_head is None else {"length_head.weight": self.length_head.weight_D}
+        if self.heads is not None:
+            own["heads.weight"] = cast(nn.Parameter, self.heads.weight_HD)
         return self.model.trainable_parameters() | own
 
     def parts(self, batches: Sequence[RankingBatch]) -> list[Part]:
         """The micro-batches of one optimizer step, made ready for :meth:`__call__`."""
         batches = [to_device(batch, self.model.device) for batch in batches]
-        self._num_prompts = sum(
-            int(preference.num_prompts(b.ranks_PK, b.mask_PK, targets_PKK=b.targets_PKK, ties=self.config.ties))
-            for b in batches
-        )
-        self._num_ordered = sum(_num_prompts(ordered_pairs(b)) for b in batches)
-        self._num_baited = sum(_num_prompts(bait_pairs(b)) for b in batches)
+        nums_NH = [
+            [int(preference.num_prompts(x.ranks_PK, x.mask_PK, **_soft(batch, self.config))) for x in labels_of(batch)]
+            for batch in batches
+        ]
+        self._num_prompts_H = [sum(nums) for nums in zip(*nums_NH, strict=True)]
+        self._num_rankings = sum(len(b.ranks_PK) for b in batches)
         self._seen = []
         return self._with_slopes(batches) if self.length_weight else [Part(batch) for batch in batches]
 
     def __call__(self, part: Part) -> LossOut:
-        """The loss of one part, divided by the numbers of the whole step.
-
-        Its metrics are ``loss_nats`` (of the rankings alone), ``accuracy`` and ``margin`` over the pairs of people, and
-        ``bait_accuracy``; the latter three only where the step has such pairs.
-        """
+        """The loss of one part, divided by the numbers of the whole step; ``loss_nats`` is that of the rankings."""
         batch = part.batch
         states_RTD = self.model.ranking_states(batch)
         last_PKD = states_RTD[batch.rows_PK, batch.columns_PK]
-        scores_PK = masked.counted(self.model.scalars(last_PKD), batch.mask_PK)
-        self._seen.append((scores_PK.detach(), batch))
-        ranking = self._ranking_loss(batch, states_RTD, last_PKD, scores_PK)
-        loss = ranking + self._bounds(scores_PK, batch.mask_PK)
-        if part.quality_slopes_PK is not None:
-            loss = loss + (scores_PK * part.quality_slopes_PK).sum()
+        scores_PKH = torch.where(batch.mask_PK[..., None], self._scalars(last_PKD), 0.0)
+        self._seen.append((scores_PKH.detach(), batch))
+        ranking = self._ranking_loss(batch, states_RTD, last_PKD, scores_PKH)
+        loss = ranking + self._bounds(batch, scores_PKH)
+        if part.quality_slopes_PKH is not None:
+            loss = loss + (scores_PKH * part.quality_slopes_PKH).sum()
         if part.length_slopes_PK is not None and self.length_head is not None:
             length_PK = masked.counted(self.length_head.scalars(last_PKD), batch.mask_PK)
             loss = loss + (length_PK * part.length_slopes_PK).sum()
-        metrics = {"loss_nats": ranking.detach()}
-        if self._num_ordered:
-            metrics |= preference.order(scores_PK, ordered_pairs(batch), denominator=self._num_ordered)
-        if self._num_baited:
-            found = preference.order(scores_PK, bait_pairs(batch), denominator=self._num_baited)
-            metrics["bait_accuracy"] = found["accuracy"]
-        return LossOut(loss, metrics)
+        return LossOut(loss, {"loss_nats": ranking.detach()})
 
-    def length_correlation(self) -> float:
-        """Of the scores that the parts of this step had."""
-        return float(preference.length_correlation(*_pooled(self._seen)))
+    def step_metrics(self) -> dict[str, float]:
+        """Of the scores that the parts of this step had (see :func:`~heedful.train.reward_metrics.step_metrics`)."""
+        return step_metrics(pooled(self._seen), self.heads)
 
-    def _ranking_loss(self, batch: RankingBatch, states_RTD: Tensor, last_PKD: Tensor, scores_PK: Tensor) -> Tensor:
+    def finish(self) -> None:
+        """Let the model's own head be what the heads make, and the model have them."""
+        if self.heads is not None:
+            self.model.set_head(self.heads.row())
+            self.model.heads = replace(self.heads, weight_HD=self.heads.weight_HD.detach())
+
+    def _scalars(self, hidden: Tensor) -> Tensor:
+        """[..., H] of hidden states [..., D]."""
+        return self.model.scalars(hidden)[..., None] if self.heads is None else self.heads.scalars(hidden)
+
+    def _ranking_loss(self, batch: RankingBatch, states_RTD: Tensor, last_PKD: Tensor, scores_PKH: Tensor) -> Tensor:
+        """Mean over the heads of what their rankings cost."""
         options: dict[str, Any] = {
-            "label_smoothing": self.config.label_smoothing, "denominator": self._num_prompts,
-            "targets_PKK": batch.targets_PKK, "ties": self.config.ties,
+            "label_smoothing": self.config.label_smoothing, **_soft(batch, self.config),
             "margins_PKK": self.config.margin * batch.strengths_PKK if self.config.margin else None,
         }  # fmt: skip
+        heads = [
+            (x.ranks_PK, x.mask_PK, {**options, "weights_P": x.weights_P, "denominator": num})
+            for x, num in zip(labels_of(batch), self._num_prompts_H, strict=True)
+        ]
         if self.config.form == "last":
             if self.length_head is not None:
-                scores_PK = scores_PK + self.length_head.scalars(last_PKD)
-            return preference.ranking(scores_PK, batch.ranks_PK, batch.mask_PK, **options).loss
-        place_T = torch.arange(int(batch.lengths_PK.max()), device=scores_PK.device)
+                scores_PKH = scores_PKH + self.length_head.scalars(last_PKD)[..., None]
+            return _mean([
+                preference.ranking(scores_PK, ranks_PK, mask_PK, **own).loss
+                for scores_PK, (ranks_PK, mask_PK, own) in zip(scores_PKH.unbind(-1), heads, strict=True)
+            ])  # fmt: skip
+        place_T = torch.arange(int(batch.lengths_PK.max()), device=scores_PKH.device)
         columns_PKT = batch.columns_PK[..., None] - batch.lengths_PK[..., None] + 1 + place_T
         columns_PKT = torch.minimum(columns_PKT, batch.columns_PK[..., None])  # never past the answer's end
         rows_PK1 = batch.rows_PK[..., None]
-        values_RT = self.model.scalars(states_RTD)
+        values_RTH = self._scalars(states_RTD)
         if self.length_head is not None:
-            values_RT = values_RT + self.length_head.scalars(states_RTD)
-        return preference.every_token(
-            values_RT[rows_PK1, columns_PKT], batch.ids_RT[rows_PK1, columns_PKT], batch.lengths_PK,
-            batch.ranks_PK, batch.mask_PK, **options,
-        ).loss  # fmt: skip
+            values_RTH = values_RTH + self.length_head.scalars(states_RTD)[..., None]
+        return _mean([
+            preference.every_token(
+                values_RT[rows_PK1, columns_PKT], batch.ids_RT[rows_PK1, columns_PKT], batch.lengths_PK, ranks_PK,
+                mask_PK, **own,
+            ).loss
+            for values_RT, (ranks_PK, mask_PK, own) in zip(values_RTH.unbind(-1), heads, strict=True)
+        ])  # fmt: skip
 
-    def _bounds(self, scores_PK: Tensor, mask_PK: Tensor) -> Tensor:
-        """What a prompt's level and spread cost."""
-        total = torch.zeros((), device=scores_PK.device)
-        if self.config.zero_centre:
-            total = (
-                total
-                + preference.zero_centre(
-                    scores_PK, mask_PK, coefficient=self.config.zero_centre, denominator=self._num_prompts
-                ).loss
-            )
-        if self.config.max_spread is not None:
-            total = (
-                total
-                + preference.spread_limit(
-                    scores_PK, mask_PK, limit=self.config.max_spread, denominator=self._num_prompts
-                ).loss
-            )
-        return total
+    def _bounds(self, batch: RankingBatch, scores_PKH: Tensor) -> Tensor:
+        """What a prompt's level and spread cost, for all its answers, rated or not."""
+        coefficient, limit = self.config.zero_centre, self.config.max_spread
+        costs = [torch.zeros((), device=scores_PKH.device)]
+        for scores_PK in scores_PKH.unbind(-1):
+            given: dict[str, Any] = {"denominator": self._num_rankings * scores_PKH.shape[-1]}
+            if coefficient:
+                found = preference.zero_centre(scores_PK, batch.mask_PK, coefficient=coefficient, **given)
+                costs.append(found.loss)
+            if limit is not None:
+                costs.append(preference.spread_limit(scores_PK, batch.mask_PK, limit=limit, **given).loss)
+        return torch.stack(costs).sum()
 
     def _with_slopes(self, batches: Sequence[RankingBatch]) -> list[Part]:
         """Parts with the slopes of weight · ρ², and with a length head of − its own correlation."""
@@ -168,40 +200,28 @@ class RewardLoss:
         with torch.no_grad():
             for batch in batches:
                 last_PKD = self.model.ranking_states(batch)[batch.rows_PK, batch.columns_PK]
-                quality.append((self.model.scalars(last_PKD), batch))
+                quality.append((self._scalars(last_PKD), batch))
                 if self.length_head is not None:
-                    length.append((self.length_head.scalars(last_PKD), batch))
-        leaves = [scores_PK.requires_grad_() for scores_PK, _ in quality + length]
-        cost = self.length_weight * preference.length_correlation(*_pooled(quality)) ** 2
+                    length.append((self.length_head.scalars(last_PKD)[..., None], batch))
+        leaves = [scores_PKH.requires_grad_() for scores_PKH, _ in quality + length]
+        cost = self.length_weight * _mean([rho**2 for rho in _length_correlations(quality)])
         if length:
-            cost = cost - preference.length_correlation(*_pooled(length))
+            cost = cost - _length_correlations(length)[0]
         slopes = torch.autograd.grad(cost, leaves)
         num = len(batches)
-        return [Part(b, slopes[n], slopes[num + n] if length else None) for n, b in enumerate(batches)]
+        return [Part(b, slopes[n], slopes[num + n][..., 0] if length else None) for n, b in enumerate(batches)]
 
 
-def ordered_pairs(batch: RankingBatch) -> Tensor:
-    """[P, K, K]: pairs that people told apart; no baits."""
-    return preference.better(batch.ranks_PK, batch.mask_PK & ~batch.baits_PK)
+def _soft(batch: RankingBatch, config: RewardConfig) -> dict[str, Any]:
+    """What makes a pair of two answers, besides their ranks."""
+    return {"targets_PKK": batch.targets_PKK, "ties": config.ties}
 
 
-def bait_pairs(batch: RankingBatch) -> Tensor:
-    """[P, K, K]: pairs of an answer and a bait ranked behind it."""
-    better_PKK = preference.better(batch.ranks_PK, batch.mask_PK)
-    return better_PKK & ~batch.baits_PK[:, :, None] & batch.baits_PK[:, None, :]
+def _length_correlations(found: Sequence[tuple[Tensor, RankingBatch]]) -> list[Tensor]:
+    """One per head."""
+    pool = pooled(found)
+    return [preference.length_correlation(x_PK, pool.lengths_PK, pool.mask_PK) for x_PK in pool.scores_PKH.unbind(-1)]
 
 
-def _num_prompts(pair_PKK: Tensor) -> int:
-    return int(pair_PKK.any(dim=2).any(dim=1).sum())
-
-
-def _pooled(found: Sequence[tuple[Tensor, RankingBatch]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, lengths and mask of the answers of a whole step, [P, K]; baits are no answers, their length is chance."""
-    width = max(scores_PK.shape[1] for scores_PK, _ in found)
-
-    def wide(x_PK: Tensor) -> Tensor:
-        return pad(x_PK, (0, width - x_PK.shape[1]))
-
-    scores_PK = torch.cat([wide(x_PK) for x_PK, _ in found])
-    lengths_PK = torch.cat([wide(batch.lengths_PK) for _, batch in found])
-    return scores_PK, lengths_PK, torch.cat([wide(batch.mask_PK & ~batch.baits_PK) for _, batch in found])
+def _mean(losses: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(losses)).mean()
