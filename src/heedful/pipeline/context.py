@@ -93,7 +93,7 @@ class Context:
         from heedful.data.splits import split
 
         data, reward = self.recipe.data, self.recipe.reward
-        ties: dict[str, Any] = {"keep_ties": reward is not None and reward.ties == "half"}
+        ties: dict[str, Any] = {"keep_ties": reward is not None and (reward.ties == "half" or bool(reward.attributes))}
         records = self.read(load_rankings, data.rankings, **ties) if data.rankings else []
         if data.heldout_rankings:
             return records, self.read(load_rankings, data.heldout_rankings, **ties)

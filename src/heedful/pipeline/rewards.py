@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -132,17 +133,31 @@ class _Models:
             tell(f"reward {name}: loading {part.model}")
             reward = build_reward(path, **hardware)
             self._loaded[path] = LastRead(cached(reward, path, hardware["dtype"], self._cache))
-        return self._loaded[path], load_reward_card(path)
+        return self._loaded[path], _card_of(path, part.head)
+
+
+def _card_of(path: Path, head: int) -> RewardCard | None:
+    """The card in a folder, with the mean and deviation of the head that is read."""
+    import torch
+
+    from heedful.models.export import load_reward_card
+    from heedful.models.heads import load_heads
+
+    card, heads = load_reward_card(path), load_heads(path, torch.device("cpu"))
+    if card is None or heads is None or head == 0:
+        return card
+    return replace(card, score_mean=heads.means[head - 1], score_std=heads.deviations[head - 1])
 
 
 def _check_model(name: str, part: RewardPart, path: Path, recipe: Recipe) -> None:
     """The folder of a part holds a reward model with the output that is asked for, and a card that is good enough."""
     from heedful.models.export import load_reward_card
+    from heedful.models.heads import head_names
     from heedful.models.load import num_outputs
     from heedful.pipeline.ppo import gate
 
     with of_key(f"ppo.rewards.{name}.model"):
-        outputs = num_outputs(path)
+        outputs = num_outputs(path) + len(head_names(path))
     if part.head >= outputs:
         raise ModelError(
             f"ppo.rewards.{name}: head {part.head} of {part.model}, which has {outputs} outputs counted from 0"

@@ -14,7 +14,6 @@ from heedful.errors import ConfigError, GateError, HeedfulError, ModelError
 from heedful.models import load, roles
 from heedful.models.export import save_reward
 from heedful.models.heads import new_heads
-from heedful.models.heads import new_heads
 from heedful.pipeline.context import Context
 from heedful.pipeline.rewards import build_scoring, check_rewards
 from heedful.records import Completion, Message, Prompt, RewardCard
@@ -37,17 +36,6 @@ def models(tmp_path_factory, toy_model) -> dict[str, Path]:
         card = RewardCard(name, accuracy, 0.5, 0.9, 10, 20, score_mean=0.5, score_std=std)
         save_reward(part.model, part.tokenizer, folder / name, score_mean=0.5, score_std=std, card=card)
         found[name] = folder / name
-    for kind, names in (("attributes", ("kind", "safe")), ("ensemble", ("1", "2", "3"))):
-        part = roles.build_scalar(toy_model, lora=None, device=CPU, dtype=torch.float32, new_head=True)
-        weights = dict.fromkeys(names, 1.0 if kind == "attributes" else 1 / 3)
-        heads = new_heads(kind, weights, 32, seed=1, device=CPU)
-        heads.means, heads.deviations = (0.1, 0.2, 0.3)[: len(names)], (0.5, 4.0, 1.0)[: len(names)]
-        part.set_head(heads.row())
-        card = RewardCard(kind, 0.8, 0.5, 0.9, 10, 20, score_mean=0.5, score_std=2.0)
-        save_reward(
-            part.model, part.tokenizer, folder / kind, score_mean=0.5, score_std=2.0, card=card, heads=heads
-        )
-        found[kind] = folder / kind
     for kind, names in (("attributes", ("kind", "safe")), ("ensemble", ("1", "2", "3"))):
         part = roles.build_scalar(toy_model, lora=None, device=CPU, dtype=torch.float32, new_head=True)
         weights = dict.fromkeys(names, 1.0 if kind == "attributes" else 1 / 3)
@@ -130,21 +118,6 @@ def test_an_unknown_model_names_its_key(recipe, key, ask):
 def test_a_weak_model_may_be_accepted_and_one_without_card_is_not_judged(recipe):
     check_rewards(recipe({"mine": {"model": "{weak}"}}, "--ppo.accept_weak_reward", "true"))
     check_rewards(recipe({"mine": {"model": "{bare}"}}))
-
-
-def test_a_head_of_an_attribute_is_read_and_scaled_by_its_own_numbers(recipe, models):
-    parts = {"own": {"model": "{attributes}"}, "kind": {"model": "{attributes}", "head": 1},
-             "safe": {"model": "{attributes}", "head": 2}}  # fmt: skip
-    found = recipe(parts)
-    check_rewards(found)
-    made = scoring(found)
-    for r in made(PROMPTS, ANSWERS):
-        raw, scaled = r.raw_parts, r.reward_parts
-        assert raw["own"] == pytest.approx(raw["kind"] / 0.5 + raw["safe"] / 4.0, abs=1e-5)
-        assert scaled["safe"] == pytest.approx((raw["safe"] - 0.2) / 4.0, abs=1e-5)
-        assert scaled["own"] == pytest.approx((raw["own"] - 0.5) / 2.0, abs=1e-5)
-    with pytest.raises(ModelError, match="head 3 of .*has 3 outputs"):
-        check_rewards(recipe({"mine": {"model": "{attributes}", "head": 3}}))
 
 
 def test_a_head_of_an_attribute_is_read_and_scaled_by_its_own_numbers(recipe, models):
