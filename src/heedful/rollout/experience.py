@@ -121,7 +121,11 @@ def build_experience(
     streams: dict[str, Tensor] = {}
     for rows in (rows for minibatch in first for rows in minibatch):
         part = select_tokens(tokens, rows)
-        for name, stream in _streams(roles, part, config).items():
+        found = forward_streams(
+            roles, part, temperature=config.sampling.temperature,
+            exact_kl="exact" in (config.kl.in_reward, config.kl.in_loss), reference_hidden=config.kl.in_loss == "exact",
+        )  # fmt: skip
+        for name, stream in found.items():
             stream = stream.cpu()
             if name != "reference hidden":
                 check(name, stream, part)
@@ -132,10 +136,17 @@ def build_experience(
     return _derive(rollouts, tokens, streams, config, kl_coefficient, first, roles, check)
 
 
-def _streams(roles: Roles, part: TokenBatch, config: PPOConfig) -> dict[str, Tensor]:
-    """[B, T] of every part over one micro-batch, in the order in which they are checked; one forward a model."""
+@torch.no_grad()
+def forward_streams(
+    roles: Roles, part: TokenBatch, *, temperature: float, exact_kl: bool, reference_hidden: bool = False
+) -> dict[str, Tensor]:
+    """[B, T] of every part over one micro-batch, in the order in which they are checked; one forward a model.
+
+    Args:
+        exact_kl: the KL over the vocabulary too.
+        reference_hidden: the reference's hidden states [B, T, D] too.
+    """
     part = to_device(part, roles.policy.device)
-    temperature, exact = config.sampling.temperature, "exact" in (config.kl.in_reward, config.kl.in_loss)
     hidden_BTD = roles.policy.hidden(part)
     logprobs_BT, entropy_BT = roles.policy.logprobs_of(hidden_BTD, part, temperature=temperature, with_entropy=True)
     assert entropy_BT is not None
@@ -147,11 +158,11 @@ def _streams(roles: Roles, part: TokenBatch, config: PPOConfig) -> dict[str, Ten
         "reference log-probs": reference_BT,
         "values": roles.value.values(part, hidden_BTD if roles.value.is_shared else None),
     }
-    if exact:
+    if exact_kl:
         found["exact KL"] = roles.policy.exact_kl_of(
             hidden_BTD, part, reference_BTD, roles.reference.head, temperature=temperature
         )
-    if config.kl.in_loss == "exact":
+    if reference_hidden:
         found["reference hidden"] = reference_BTD
     return found
 

@@ -20,7 +20,7 @@ from heedful.data.packing import token_budget_batches
 from heedful.models.roles import Reward, Roles
 from heedful.records import Completion, Prompt
 from heedful.rollout.engine import Engine, Request, Sampling
-from heedful.rollout.experience import select_tokens
+from heedful.rollout.experience import forward_streams, select_tokens
 from heedful.rollout.score import Scoring
 
 NUM_PROMPTS = 8
@@ -113,24 +113,15 @@ class Bench:
     @cached_property
     def streams(self) -> Streams:
         """What the scoring forwards of a PPO step give for the answers."""
-        policy, reference, temperature = self.roles.policy, self.roles.reference, self.config.sampling.temperature
-        found: list[list[Tensor]] = []
-        with torch.no_grad():
-            for _, part in self.parts:
-                hidden_BTD = policy.hidden(part)
-                logprobs_BT, entropy_BT = policy.logprobs_of(
-                    hidden_BTD, part, temperature=temperature, with_entropy=True
-                )
-                reference_BTD = reference.hidden(part)
-                reference_BT, _ = reference.logprobs_of(reference_BTD, part, temperature=temperature)
-                exact_BT = policy.exact_kl_of(
-                    hidden_BTD, part, reference_BTD, reference.head, temperature=temperature
-                )
-                values_BT = self.roles.value.values(part, hidden_BTD)
-                assert entropy_BT is not None
-                streams_BT = (logprobs_BT, entropy_BT, reference_BT, exact_BT, values_BT)
-                found.append([x_BT[part.loss_mask_BT].float().cpu() for x_BT in streams_BT])
-        return Streams(*(torch.cat(of_parts) for of_parts in zip(*found, strict=True)))
+        found: dict[str, list[Tensor]] = {}
+        for _, part in self.parts:
+            streams = forward_streams(self.roles, part, temperature=self.config.sampling.temperature, exact_kl=True)
+            for name, x_BT in streams.items():
+                found.setdefault(name, []).append(x_BT[part.loss_mask_BT].float().cpu())
+        joined = {name: torch.cat(of_parts) for name, of_parts in found.items()}
+        return Streams(
+            joined["log-probs"], joined["entropy"], joined["reference log-probs"], joined["exact KL"], joined["values"]
+        )
 
     def logprobs_of_trainer(self) -> Tensor:
         """[N]: log-probs by the forward that training differentiates."""
