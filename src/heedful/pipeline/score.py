@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from heedful.errors import CheckpointError, DataError, EngineError, HeedfulError
 from heedful.evaluate.spread import Spread, by_group, spread
 from heedful.pipeline.scorer import Scorer, kind_of, open_scorer
 from heedful.records import Demonstration, Prompt, Ranking, Record
+from heedful.runs.journal import append_entry, read_entries
 from heedful.runs.progress import Progress, tell
 
 if TYPE_CHECKING:
@@ -89,14 +89,15 @@ def score_file(
     if not rows:
         raise DataError(f"{source}: the file holds {loaded.kind} without answers, so there is nothing to score")
     say(loaded.summary())
-    identity = _identity(model, [prompts, rows], options)
-    with _journal(Path(f"{out}.partial"), identity, len(rows)) as (stream, scores):
+    key, partial = _key(model, [prompts, rows], options), Path(f"{out}.partial")
+    with _alone(partial):
+        scores = _known(partial, key)
         num_resumed = len(scores)
         if num_resumed:
             say(f"{num_resumed:,} of {len(rows):,} answers were scored before; going on")
         if num_resumed < len(rows):
             scorer = open_scorer(model, cache=cache, say=say, **options)
-            _score(scorer, prompts, rows, scores, stream, source)
+            _score(scorer, prompts, rows, scores, source, partial, key)
         for row, score in zip(rows, scores, strict=True):
             row["score"] = score
         write_rows(out, rows)
@@ -134,7 +135,7 @@ def _rows(record: Any) -> Iterator[dict[str, Any]]:
         yield row("", record.messages[-1].content, None, "")
 
 
-def _identity(model: str, asked: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _key(model: str, asked: Any, options: dict[str, Any]) -> str:
     """What scores belong to; they are not mixed with those of another model or file."""
     name = model
     if kind_of(model) == "folder":
@@ -142,9 +143,8 @@ def _identity(model: str, asked: Any, options: dict[str, Any]) -> dict[str, Any]
         from heedful.models.load import resolve
 
         name = folder_digest(resolve(model))
-    content = hashlib.sha256(json.dumps(asked, default=_plain).encode()).hexdigest()
     precision = {key: options[key] for key in ("template", "dtype") if options.get(key)}
-    return {"model": name, "answers": content, **precision}
+    return hashlib.sha256(json.dumps([name, asked, precision], default=_plain).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
@@ -156,8 +156,9 @@ def _score(
     prompts: Sequence[Prompt],
     rows: Sequence[dict[str, Any]],
     scores: list[float],
-    stream: IO[bytes],
     source: str,
+    journal: Path,
+    key: str,
 ) -> None:
     """Score what is missing, part by part; each is on disk before the next begins."""
     num_parts = -(-len(rows) // ANSWERS_PER_PART)
@@ -173,9 +174,7 @@ def _score(
                 ids = f"{part[0]['id']} to {part[-1]['id']}"
                 where = f"{source}, answers {start + 1:,} to {start + len(part):,} ({ids})"
                 raise _kind(error)(f"{where}: {error}{kept}") from error
-            stream.write(json.dumps({"start": start, "scores": found}).encode() + b"\n")
-            stream.flush()
-            os.fsync(stream.fileno())
+            append_entry(journal, {"key": key, "start": start, "scores": found})
             scores += found
             progress.step()
 
@@ -186,39 +185,30 @@ def _kind(error: HeedfulError) -> type[HeedfulError]:
 
 
 @contextmanager
-def _journal(path: Path, identity: dict[str, Any], num_answers: int) -> Iterator[tuple[IO[bytes], list[float]]]:
-    """The file of scores so far, open at its end, and those scores; it goes when the block ends without an error.
+def _alone(path: Path) -> Iterator[None]:
+    """Nobody else uses the journal meanwhile; it goes when the block ends without an error.
 
     Raises:
-        CheckpointError: another process has it.
+        CheckpointError: another process has it, or it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as stream:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("ab")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot write: {error.strerror or error}") from error
+    with stream:
         _lock(stream, path)
-        stream.seek(0)
-        scores, end = _read(stream.read(), identity, num_answers)
-        stream.truncate(end)
-        if end == 0:
-            stream.write(json.dumps(identity).encode() + b"\n")
-        yield stream, scores
+        yield
         path.unlink(missing_ok=True)  # under the lock, so that nobody goes on with what is gone
 
 
-def _read(content: bytes, identity: dict[str, Any], num_answers: int) -> tuple[list[float], int]:
-    """The scores in a journal and the bytes that hold them; a torn end, or a journal of something else, is left out."""
+def _known(path: Path, key: str) -> list[float]:
+    """The scores of the first answers, as far as the journal has them without a gap."""
     scores: list[float] = []
-    end = 0
-    for line in content.splitlines(keepends=True):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            break
-        known = entry == identity if end == 0 else entry.get("start") == len(scores)
-        if not known or not line.endswith(b"\n"):
-            break
-        scores += [] if end == 0 else entry["scores"]
-        end += len(line)
-    return (scores, end) if len(scores) <= num_answers else ([], 0)
+    for entry in read_entries(path):
+        if entry["key"] == key and entry["start"] == len(scores):
+            scores += entry["scores"]
+    return scores
 
 
 def _lock(stream: IO[bytes], path: Path) -> None:

@@ -1,11 +1,11 @@
 """The unfinished rollout on disk: answers that were complete when the run was killed are read, not sampled again.
 
     rollouts/step-00000012.jsonl
-        {"key": "5f…", "sha256": "a0…", "completions": [{"prompt_id": "p7", "ids": [6, 2], …}, …]}
+        {"sha256": "a0…", "entry": {"key": "5f…", "completions": [{"prompt_id": "p7", "ids": [6, 2], …}, …]}}
 
-One line per chunk of answers, on disk before the next chunk begins. The key covers everything that the answers depend
-on (step, seed, sampling, requests, the policy's trained weights to the last bit), the checksum the answers themselves:
-a line that is torn, damaged or of another policy is never used, its chunk is sampled again.
+A journal (:mod:`heedful.runs.journal`) with one line per chunk of answers. The key covers everything that the answers
+depend on (step, seed, sampling, requests, the policy's trained weights to the last bit): a line that is torn, damaged
+or of another policy is never used, its chunk is sampled again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +23,7 @@ from torch import Tensor
 from heedful.errors import CheckpointError
 from heedful.records import Completion
 from heedful.rollout.engine import ANSWERS_TOGETHER, Engine, Request, Sampling
-from heedful.runs.files import sync_folder
+from heedful.runs.journal import append_entry, read_entries
 
 _NAME = re.compile(r"^step-(\d{8})\.jsonl$")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -64,14 +62,16 @@ class RolloutBuffer:
         chunks = [order[start : start + chunk] for start in range(0, len(order), chunk)]
         path = self._folder / f"step-{step:08d}.jsonl"
         situation = json.dumps([step, seed, dataclasses.asdict(sampling), _fingerprint(weights)])
-        found, done = _read(path), dict[int, Completion]()
+        found = {entry["key"]: entry["completions"] for entry in read_entries(path)}
+        done: dict[int, Completion] = {}
         for chosen in reversed(chunks):
             asked = [requests[i] for i in chosen]
             key = _sha256(situation, json.dumps([dataclasses.astuple(request) for request in asked]))
-            answers = found.get(key)
-            if answers is None:
+            if key in found:
+                answers = [Completion.from_json(answer) for answer in found[key]]
+            else:
                 answers = engine.generate(asked, sampling, seed=seed)
-                _append(path, key, answers)
+                append_entry(path, {"key": key, "completions": [answer.to_json() for answer in answers]})
             done.update(zip(chosen, answers, strict=True))
         return [done[i] for i in range(len(requests))]
 
@@ -88,43 +88,6 @@ class RolloutBuffer:
                 self._folder.rmdir()
         except OSError as error:
             raise CheckpointError(f"{error.filename}: cannot be deleted: {error.strerror or error}") from error
-
-
-def _append(path: Path, key: str, answers: Sequence[Completion]) -> None:
-    completions = [answer.to_json() for answer in answers]
-    line = json.dumps({"key": key, "sha256": _sha256(json.dumps(completions)), "completions": completions})
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        with path.open("ab") as file:
-            file.write(f"\n{line}\n".encode())  # on a line of its own, whatever a kill has left before it
-            file.flush()
-            os.fsync(file.fileno())
-        if is_new:
-            sync_folder(path.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: cannot write: {error.strerror or error}; finished answers are kept: free disk space and resume"
-        ) from error
-
-
-def _read(path: Path) -> dict[str, list[Completion]]:
-    """Chunks by key; lines that are torn or damaged are left out."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    found = {}
-    for line in content.split(b"\n"):
-        try:
-            row: Any = json.loads(line)
-            if row["sha256"] == _sha256(json.dumps(row["completions"])):
-                found[row["key"]] = [Completion.from_json(answer) for answer in row["completions"]]
-        except (ValueError, KeyError, TypeError):
-            continue
-    return found
 
 
 def _fingerprint(weights: Mapping[str, Tensor]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import math
@@ -179,7 +180,7 @@ def test_a_killed_command_goes_on_where_it_stopped(tmp_path):
     for at_least in (2, 4):
         process = subprocess.Popen([*COMMAND, str(source), "--out", str(out)], env=environment, stderr=subprocess.PIPE)
         deadline = time.monotonic() + 60
-        while not (partial.exists() and partial.read_bytes().count(b"\n") > at_least):
+        while not (partial.exists() and partial.read_bytes().count(b"}\n") > at_least):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
@@ -195,8 +196,10 @@ def test_a_killed_command_goes_on_where_it_stopped(tmp_path):
     assert out.read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("damage", ["torn", "newline", "other file", "other model", "nonsense"])
-def test_what_is_torn_or_of_something_else_is_not_used(tmp_path, small_parts, monkeypatch, damage):
+@pytest.mark.parametrize(("damage", "num_resumed"), [
+    ("torn", 16), ("newline", 20), ("other file", 0), ("other model", 0), ("nonsense", 20), ("a digit", 16),
+])  # fmt: skip
+def test_what_is_torn_or_of_something_else_is_not_used(tmp_path, small_parts, monkeypatch, damage, num_resumed):
     source, partial = rankings(tmp_path / "in.jsonl"), tmp_path / "out.jsonl.partial"
     with pytest.raises(EngineError):
         score(source, tmp_path / "out.jsonl", HERE + "nan_at_b7")
@@ -208,12 +211,14 @@ def test_what_is_torn_or_of_something_else_is_not_used(tmp_path, small_parts, mo
         rankings(source, 11)
     if damage == "nonsense":
         partial.write_bytes(b"\x00" + partial.read_bytes())
+    if damage == "a digit":  # of the last score: a file cut nowhere, and yet not what was written
+        partial.write_bytes(partial.read_bytes().removesuffix(b"]}}\n") + b"1]}}\n")
     done = score(source, tmp_path / "out.jsonl", model)
-    assert done.num_resumed == (16 if damage in ("torn", "newline") else 0)
+    assert done.num_resumed == num_resumed
     assert done.num_answers == len(read(tmp_path / "out.jsonl")) == (33 if damage == "other file" else 30)
 
 
-def test_a_torn_end_is_cut_off_before_more_is_written(tmp_path, small_parts, monkeypatch):
+def test_a_torn_end_does_no_harm_to_what_is_written_behind_it(tmp_path, small_parts, monkeypatch):
     source, partial = rankings(tmp_path / "in.jsonl"), tmp_path / "out.jsonl.partial"
     for _ in range(2):  # fails, is torn, goes on and fails again
         with pytest.raises(EngineError):
@@ -225,10 +230,26 @@ def test_a_torn_end_is_cut_off_before_more_is_written(tmp_path, small_parts, mon
     assert score(source, tmp_path / "out.jsonl", HERE + "nan_at_b7").num_resumed == 20
 
 
+def test_a_full_disk_is_one_sentence_and_loses_no_finished_part(tmp_path, small_parts, monkeypatch):
+    source, calls, real = rankings(tmp_path / "in.jsonl"), [], os.fsync
+
+    def full(handle):
+        calls.append(handle)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"out\.jsonl\.partial: cannot write: No space left .* are kept"):
+            score(source, tmp_path / "out.jsonl")
+    assert score(source, tmp_path / "out.jsonl").num_resumed >= 8
+
+
 def test_two_at_once_are_refused(tmp_path):
     source = rankings(tmp_path / "in.jsonl")
     said = "another process is scoring into this file"
-    with score_module._journal(tmp_path / "out.jsonl.partial", {}, 30), pytest.raises(CheckpointError, match=said):
+    with score_module._alone(tmp_path / "out.jsonl.partial"), pytest.raises(CheckpointError, match=said):
         score(source, tmp_path / "out.jsonl")
     score(source, tmp_path / "out.jsonl")
 

@@ -199,4 +199,4 @@ def test_every_chunk_is_on_disk_before_the_next_begins(tmp_path, engine, wanted,
     generate(tmp_path, Telling(engine), wanted)
     assert events == ["generate", "fsync", "fsync", *["generate", "fsync"] * 3]  # the folder once
     rows = [json.loads(line) for line in file_of(tmp_path).read_bytes().split(b"\n") if line]
-    assert [len(row["completions"]) for row in rows] == [1, 2, 2, 2]
+    assert [len(row["entry"]["completions"]) for row in rows] == [1, 2, 2, 2]

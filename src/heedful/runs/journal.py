@@ -1,0 +1,66 @@
+"""Work on disk piece by piece: whatever a kill, a full disk or a flipped bit does to one line, the others are read.
+
+    {"sha256": "a0…", "entry": {"key": "5f…", "scores": [0.5, 1.25]}}
+
+One line per piece, on disk before the next is begun.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from heedful.errors import CheckpointError
+from heedful.runs.files import sync_folder
+
+
+def append_entry(path: Path, entry: Any) -> None:
+    """Add what JSON can hold to a journal, which is made where it is missing; it is on disk when this returns.
+
+    Raises:
+        CheckpointError: it cannot be written (disk full, no permission).
+    """
+    line = json.dumps({"sha256": _sha256(entry), "entry": entry})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        with path.open("ab") as file:
+            file.write(f"\n{line}\n".encode())  # on a line of its own, whatever a kill has left before it
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot write: {error.strerror or error}; finished pieces are kept: free disk space and go on"
+        ) from error
+
+
+def read_entries(path: Path) -> list[Any]:
+    """The entries of a journal in order, [] when there is none; lines that are torn or damaged are left out.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    entries = []
+    for line in content.split(b"\n"):
+        try:
+            row = json.loads(line)
+            if row["sha256"] == _sha256(row["entry"]):
+                entries.append(row["entry"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return entries
+
+
+def _sha256(entry: Any) -> str:
+    return hashlib.sha256(json.dumps(entry).encode()).hexdigest()
