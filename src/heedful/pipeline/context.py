@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from heedful.config.recipe import STAGES, Recipe, Stage
 from heedful.errors import ConfigError, ModelError
 from heedful.runs.folder import RunFolder, StageFolder
+
+if TYPE_CHECKING:
+    from heedful.records import RewardCard
 
 
 @contextmanager
@@ -60,6 +64,13 @@ class Context:
     def reward_model(self) -> Path:
         """This run's reward model, or model.reward."""
         return self._named("reward") if self.recipe.reward is None else self.model_of("reward")
+
+    @cached_property
+    def reward_card(self) -> RewardCard | None:
+        """What is known of ``reward_model``, read once; None where its folder has no card."""
+        from heedful.models.export import load_reward_card
+
+        return load_reward_card(self.reward_model)
 
     def _named(self, key: str) -> Path:
         """The folder of the model that a key of the recipe's model section names."""

@@ -56,7 +56,7 @@ def gate(card: RewardCard | None, recipe: Recipe) -> str:
 def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     """Train the policy; results of the stage."""
     from heedful.data.chat import end_token_ids
-    from heedful.models.export import load_reward_card, save_policy
+    from heedful.models.export import save_policy
     from heedful.rollout.cache import ScoreCache
     from heedful.rollout.hf import HFEngine
     from heedful.train import checkpoint
@@ -67,7 +67,7 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     assert config is not None
     verdict = "not asked: the reward is not a model of this run"
     if config.uses_own_reward:
-        verdict = gate(load_reward_card(context.reward_model), recipe)
+        verdict = gate(context.reward_card, recipe)
     tell(f"gate: {verdict}")
     roles = ppo_roles(context)
     # in the stage's own folder: a score that another run has left may differ in the last bit
@@ -106,13 +106,12 @@ def _tell_scores(stage: StageFolder, categories: dict[str, str], rollouts: list[
 
 def ppo_roles(context: Context) -> Roles:
     """The four parts as the recipe has them, from the models that the stages before left."""
-    from heedful.models.export import load_reward_card
     from heedful.models.roles import build_roles
 
     config = context.recipe.ppo
     assert config is not None
     reward_path = context.reward_model if config.uses_own_reward else None
-    card = load_reward_card(reward_path) if reward_path else None
+    card = context.reward_card if reward_path else None
     # the value starts as the reward model, so it is in the units that the reward has after scaling and weighing
     own = next((p for p in config.reward_parts.values() if p.model == "run:reward"), RewardPart(model="run:reward"))
     scaled = card is not None and (own.scaling or config.score_scaling) != "none"
@@ -120,7 +119,7 @@ def ppo_roles(context: Context) -> Roles:
     return build_roles(
         context.sft_policy, reward_path, policy_lora=config.lora, value_lora=config.lora, value_from=config.value_from,
         value_shift=mean, value_scale=std / own.weight, new_reward_head=context.reward_is_stand_in,
-        activation_checkpointing=config.activation_checkpointing, **context.hardware(),
+        activation_checkpointing=config.activation_checkpointing, sharing=config.roles, **context.hardware(),
     )  # fmt: skip
 
 

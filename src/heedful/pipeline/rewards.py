@@ -112,7 +112,6 @@ class _Models:
 
     def of(self, name: str, part: RewardPart) -> tuple[LastRead, RewardCard | None]:
         """The model that a part reads and its card."""
-        from heedful.models.export import load_reward_card
         from heedful.models.load import resolve
         from heedful.models.roles import build_reward
         from heedful.rollout.cache import cached
@@ -125,7 +124,7 @@ class _Models:
             if None not in self._loaded:
                 own = cached(self._own, self._context.reward_model, hardware["dtype"], self._cache)
                 self._loaded[None] = LastRead(own)
-            return self._loaded[None], load_reward_card(self._context.reward_model)
+            return self._loaded[None], self._context.reward_card
         with of_key(f"ppo.rewards.{name}.model"):
             path = resolve(part.model).resolve()
         _check_model(name, part, path, self._context.recipe)

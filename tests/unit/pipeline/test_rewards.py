@@ -11,10 +11,11 @@ import torch
 from heedful import pipeline
 from heedful.config.read import load_recipe
 from heedful.errors import ConfigError, GateError, HeedfulError, ModelError
-from heedful.models import load, roles
-from heedful.models.export import save_reward
+from heedful.models import export, load, roles
+from heedful.models.export import load_reward_card, save_reward
 from heedful.models.heads import new_heads
 from heedful.pipeline.context import Context
+from heedful.pipeline.ppo import gate, ppo_roles
 from heedful.pipeline.rewards import build_scoring, check_rewards
 from heedful.records import Completion, Message, Prompt, RewardCard
 from heedful.rollout.scaling import mean_and_std
@@ -113,6 +114,21 @@ def test_an_unknown_model_names_its_key(recipe, key, ask):
     made = recipe({"mine": {"model": "{bare}"}}, f"--model.{key}", "./nowhere")
     with pytest.raises(ModelError, match=f"^model.{key}: model './nowhere' is unknown"):
         getattr(Context(made, None), ask)
+
+
+def test_the_runs_own_card_is_read_once(recipe, models, monkeypatch):
+    read = []
+
+    def reading(path):
+        read.append(path)
+        return load_reward_card(path)
+
+    monkeypatch.setattr(export, "load_reward_card", reading)
+    made = recipe({"mine": {"model": "run:reward"}}, "--ppo.value_from", "reward")
+    context = Context(made, None)
+    gate(context.reward_card, made)
+    build_scoring(context, made.ppo, ppo_roles(context).reward)
+    assert read == [models["carded"]]
 
 
 def test_a_weak_model_may_be_accepted_and_one_without_card_is_not_judged(recipe):
