@@ -23,12 +23,13 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from heedful.data.load import load_rankings
-from heedful.data.pairs import training_ranks, without_controls
+from heedful.data.pairs import judged_answers, training_ranks, without_controls
 from heedful.evaluate.reward_card import ScoredRanking, build_card
 from heedful.records import Accuracy, Message, Ranking
 
@@ -42,11 +43,7 @@ def rows(rankings: Sequence[Ranking]) -> list[dict[str, Any]]:
     found = []
     for ranking in without_controls(rankings):
         ranks = training_ranks(ranking)
-        by_text: dict[str, set[int]] = {}
-        for answer in ranking.answers:
-            if answer.id in ranks:
-                by_text.setdefault(answer.text, set()).add(ranks[answer.id])
-        answers = [{"text": text, "rank": min(ranks)} for text, ranks in by_text.items() if len(ranks) == 1]
+        answers = [{"text": a.text, "rank": ranks[a.id]} for a in judged_answers(ranking, Counter())]
         prompt = [message.to_json() for message in ranking.prompt]
         if len({answer["rank"] for answer in answers}) > 1:
             found.append({"id": ranking.group_id, "prompt": prompt, "answers": answers})

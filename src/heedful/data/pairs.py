@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
@@ -74,6 +74,30 @@ def without_controls(rankings: Iterable[Ranking]) -> list[Ranking]:
     """What may be trained on: no control items, and no answers with a known place in the others."""
     kept = [ranking for ranking in rankings if ranking.gold is None]
     return [dataclasses.replace(r, answers=tuple(a for a in r.answers if a.kind != "gold")) for r in kept]
+
+
+def same_answers(contents: Mapping[str, Hashable], ranks: Mapping[str, int]) -> list[tuple[list[str], list[str]]]:
+    """The ids of answers with one content, group by group, and those of each group that count.
+
+    Of identical answers with one rank the first stays; with different ranks none, since nothing tells them apart.
+    """
+    same: dict[Hashable, list[str]] = {}
+    for answer_id, content in contents.items():
+        same.setdefault(content, []).append(answer_id)
+    return [(ids, ids[:1] if len({ranks[answer_id] for answer_id in ids}) == 1 else []) for ids in same.values()]
+
+
+def judged_answers(ranking: Ranking, num_dropped: Counter[str]) -> list[Answer]:
+    """The answers that say something: those that :func:`training_ranks` ranks and whose texts tell them apart.
+
+    Args:
+        num_dropped: counts the others, by reason.
+    """
+    ranks = training_ranks(ranking)
+    texts = {answer.id: answer.text for answer in ranking.answers if answer.id in ranks}
+    kept = {answer_id for _, counted in same_answers(texts, ranks) for answer_id in counted}
+    num_dropped += Counter(not_ranked=len(ranking.answers) - len(texts), identical_answers=len(texts) - len(kept))
+    return [answer for answer in ranking.answers if answer.id in kept]
 
 
 def gold_ranks(control: Ranking) -> dict[str, int]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from heedful.data import chat
 from heedful.data.labels import Labels, soft_labels, strengths
+from heedful.data.pairs import same_answers
 from heedful.errors import DataError
 from heedful.records import Demonstration, Prompt, Ranking, TokenSample
 
@@ -306,19 +307,11 @@ def _labelled(
 def _distinct(
     fitting: dict[str, list[int]], spoken: dict[str, list[int]], ranks: Mapping[str, int], reasons: list[str]
 ) -> dict[str, list[int]]:
-    """The answers that differ; appends the reason of each other one.
-
-    Of identical answers with one rank the first stays; with different ranks none, since nothing tells them apart.
-    """
-    same: dict[tuple[int, ...], list[str]] = {}
-    for answer_id, ids in fitting.items():
-        same.setdefault(tuple(ids), []).append(answer_id)
+    """The answers that differ (see :func:`same_answers`); appends the reason of each other one."""
     distinct: dict[str, list[int]] = {}
-    for group in same.values():
-        agree = len({ranks[answer_id] for answer_id in group}) == 1
-        if agree:
-            distinct[group[0]] = fitting[group[0]]
+    for group, counted in same_answers({answer_id: tuple(ids) for answer_id, ids in fitting.items()}, ranks):
+        distinct |= {answer_id: fitting[answer_id] for answer_id in counted}
         was_same = all(spoken[answer_id] == spoken[group[0]] for answer_id in group)
         reason = "identical_answers" if was_same else "identical_after_truncation"
-        reasons += [reason] * len(group[1:] if agree else group)
+        reasons += [reason] * (len(group) - len(counted))
     return distinct

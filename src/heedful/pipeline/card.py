@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from heedful.data.load import load
-from heedful.data.pairs import training_ranks
+from heedful.data.pairs import judged_answers, training_ranks
 from heedful.errors import DataError, EngineError
 from heedful.evaluate.reward_card import ScoredRanking, build_card
 from heedful.pipeline.scorer import Scorer, open_scorer
@@ -76,19 +76,7 @@ def _judged(record: Ranking, source: str, num_dropped: Counter[str]) -> list[Ans
             what = f"names {unknown!r}, which is no answer's id" if unknown else "must hold pairs (better, worse)"
             raise DataError(f"{source}: ranking {record.group_id!r}: field 'gold' {what}")
         return list(record.answers)
-    ranks = training_ranks(record)
-    same: dict[str, list[Answer]] = {}
-    for answer in record.answers:
-        if answer.id in ranks:
-            same.setdefault(answer.text, []).append(answer)
-        else:
-            num_dropped["not_ranked"] += 1
-    kept = []
-    for group in same.values():
-        agree = len({ranks[answer.id] for answer in group}) == 1
-        kept += group[:1] if agree else []
-        num_dropped["identical_answers"] += len(group) - agree
-    return kept
+    return judged_answers(record, num_dropped)
 
 
 def _scores(

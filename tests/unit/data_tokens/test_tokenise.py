@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+from collections import Counter
 
 import pytest
 
 from heedful.data import chat
+from heedful.data.pairs import judged_answers, training_ranks
 from heedful.data.tokenise import demonstrations, prompts, rankings
 from heedful.errors import DataError
 from heedful.records import Answer, Demonstration, Judgement, Message, Prompt, Ranking
@@ -173,6 +176,26 @@ def test_DAT_07_identical_texts(letters):
     disagree = rankings([four], [{"a1": 1, "a2": 2, "a3": 3, "a4": 4}], letters, max_tokens=10)
     assert disagree.samples[0].answer_ids == ["a3", "a4"]
     assert disagree.num_answers_dropped == {"identical_answers": 2}
+
+
+def test_the_card_judges_the_answers_that_training_learns_from(letters):
+    rng, texts = random.Random(0), ["zz", "kk", "jj", "zzz"]
+    for n in range(60):
+        answers = tuple(Answer(f"a{k}", rng.choice(texts), kind=rng.choice(["sampled", "bait"])) for k in range(5))
+        judged = rng.sample(answers, rng.randint(2, 5))
+        consensus = {answer.id: rng.randint(1, 3) for answer in judged}
+        record = Ranking(f"g{n}", (Message("user", "xx"),), answers, consensus=consensus)
+        num_dropped = Counter()
+        judged_ids = [answer.id for answer in judged_answers(record, num_dropped)]
+        assert len(judged_ids) + num_dropped.total() == 5 and 0 not in num_dropped.values()
+        ranks = training_ranks(record)
+        try:
+            trained = rankings([record], [ranks], letters, max_tokens=10, keep_all_tied=True)
+        except DataError:
+            assert len(judged_ids) < 2
+        else:
+            assert trained.samples[0].answer_ids == judged_ids
+            assert trained.num_answers_dropped["identical_answers"] == num_dropped["identical_answers"]
 
 
 def test_rankings_that_order_nothing_are_dropped(letters):
