@@ -60,12 +60,13 @@ def flat(model):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_PPO_10_the_cut_into_micro_batches_changes_nothing(folder, tmp_path, name):
+def test_PPO_10_neither_the_cut_into_micro_batches_nor_packing_changes_anything(folder, tmp_path, name):
     found = []
-    for micro_batch_tokens in (1, 150, 10**6):
+    for micro_batch_tokens, share_prompts in ((150, False), (1, True), (150, True), (10**6, True)):
         model = scalar(folder)
-        card, rows = train(model, voted_samples(model), voted_samples(model), tmp_path / str(micro_batch_tokens),
-                           epochs=2, optimizer=SLOW, micro_batch_tokens=micro_batch_tokens,
+        path = tmp_path / f"{micro_batch_tokens}-{share_prompts}"
+        card, rows = train(model, voted_samples(model), voted_samples(model), path, epochs=2, optimizer=SLOW,
+                           micro_batch_tokens=micro_batch_tokens, share_prompts=share_prompts,
                            **OPTIONS[name])  # fmt: skip
         found.append((flat(model), rows, card))
     for weights, rows, card in found[1:]:
