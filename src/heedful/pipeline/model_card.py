@@ -102,10 +102,10 @@ def _about(card: RewardCard) -> str:
 
 def _use(card: RewardCard) -> str:
     return (
-        f"{USE}\n\nThe score is read at the token that ends the answer, so a text must end there: a newline that a "
-        f"chat template prints behind it is to be cut off. Over held-out answers the scores have mean "
-        f"{card.score_mean:.4g} and deviation {card.score_std:.4g} (`reward_norm.json`). The same numbers come from "
-        f"`heedful score`, and over HTTP in OpenRLHF's protocol from `heedful serve-reward`."
+        f"{USE}\n\nThe score is read at the token that ends the answer, so a text must end there, as the folder's "
+        f"own chat template ends it; a newline that another prints behind it is to be cut off. Over held-out answers "
+        f"the scores have mean {card.score_mean:.4g} and deviation {card.score_std:.4g} (`reward_norm.json`). The same "
+        f"numbers come from `heedful score`, and over HTTP in OpenRLHF's protocol from `heedful serve-reward`."
     )
 
 
