@@ -23,7 +23,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from heedful.errors import DataError
 
@@ -33,9 +33,7 @@ CATEGORIES = ("chat", "writing", "question_answering", "safety")
 """The four categories of the quickstart; any other word is allowed in user data."""
 
 
-@cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+_hints = cache(typing.get_type_hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +51,8 @@ class Record:
         unknown = sorted(set(data) - set(fields))
         if unknown:
             raise DataError(f"{cls.__name__}: unknown key {unknown[0]!r}; known keys are {', '.join(fields)}")
-        required = [n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING]
-        missing = [name for name in required if name not in data]
+        given = {n for n, f in fields.items() if f.default is not f.default_factory} | set(data)
+        missing = [name for name in fields if name not in given]
         if missing:
             raise DataError(f"{cls.__name__}: missing key {missing[0]!r}")
         hints = _hints(cls)  # type: ignore[arg-type]
@@ -77,8 +75,7 @@ def _restore(hint: Any, value: Any) -> Any:
         return None
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        inner = [a for a in arguments if a is not type(None)]
-        return _restore(inner[0], value)
+        return _restore(next(a for a in arguments if a is not type(None)), value)
     if isinstance(hint, type) and issubclass(hint, Record):
         if not isinstance(value, dict):
             raise DataError(f"{hint.__name__}: expected an object, got {type(value).__name__}")
@@ -195,9 +192,6 @@ class TokenSample(Record):
     ids: list[int]
     loss_mask: list[bool]
     id: str = ""
-
-
-FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +373,11 @@ class RewardCard(Record):
     """Pairs of an answer and a bait (fluent and wrong); they count nowhere else."""
     attributes: dict[str, Accuracy] = field(default_factory=dict)
     """Of each attribute's own head on its own ratings."""
+    disagreement: float | None = None
+    """Of an ensemble: the deviation of its heads' scores of an answer, each in deviations of one prompt's answers."""
+    heads_agree: Accuracy | None = None
+    heads_disagree: Accuracy | None = None
+    """On the pairs that all heads of an ensemble order alike, and on the others."""
     probes: tuple[ProbeResult, ...] = ()
     """What the audit asked; () = not audited."""
     audit_verdict: str | None = None

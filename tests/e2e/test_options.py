@@ -76,6 +76,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "reward.length_head": True, "reward.max_spread": 0.01, "reward.baits_per_ranking": 1, "reward.train": "head",
         "reward.keep": ("best", {"reward.evaluate_every_steps": 1, "reward.epochs": 6}),
         "reward.learning_curve": [0.5], "reward.audit": True, "reward.attributes": {"helpful": 1.0, "short": -0.5},
+        "reward.ensemble": 2,
     },
     "ppo": {
         "model.reward": "{other_reward}", "data.prompts": "{data}/more-prompts.jsonl", "ppo.steps": 2,

@@ -332,6 +332,10 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
         ("order(values_PKT[..., -1]", "order(values_PKT[..., 0]"),
         # what keeps scores honest
         ("(mask_PK.sum(dim=1) - 1).clamp(min=0)", "mask_PK.sum(dim=1)"),
+        ("_centred(x_PK, mask_PK) / deviation(", "x_PK / deviation("),
+        ("_centred(x_PK, mask_PK) / deviation(x_PK, mask_PK).clamp(min=_EPS)", "_centred(x_PK, mask_PK)"),
+        ("standard_HPK.std(dim=0)", "standard_HPK.std(dim=0, unbiased=False)"),
+        ("masked.mean(standard_HPK.std(dim=0), mask_PK)", "standard_HPK.std(dim=0).mean()"),
         ("(mask_PK.sum(dim=1) - 1).clamp(min=0).sum().clamp(min=1)", "(mask_PK.sum(dim=1) - 1).clamp(min=0).sum()"),
         ("(_centred(scores_PK, mask_PK) ** 2).sum() / num_free", "(scores_PK**2).sum() / num_free"),
         ("scores_PK.sum(dim=1) / mask_PK.sum(dim=1).clamp(min=1)\n    square", "scores_PK.mean(dim=1)\n    square"),

@@ -345,6 +345,18 @@ def test_deviation_is_within_prompts():
     assert_close(preference.deviation(scores[2:], mask[2:]), 0.0)
 
 
+def test_disagreement_takes_out_level_and_scale():
+    scores = torch.tensor([[1.0, 3, 5, 99], [10, 4, 7, 99], [8, 2, 99, 99]])
+    mask = mask_of([3, 3, 2], 4)
+    level = torch.tensor([[5.0], [-9], [100]])
+    agreeing = torch.stack([scores, 3 * scores + level, 0.1 * scores - level], dim=-1)
+    assert_close(preference.disagreement(agreeing, mask), 0.0)
+    turned = torch.stack([scores, -scores], dim=-1)  # the sample deviation of x and −x is √2 · |x|
+    sizes = sum([2, 0, 2, 3, 3, 0, 3, 3]) / 8
+    expected = math.sqrt(2) * sizes / float(preference.deviation(scores, mask))
+    assert_close(preference.disagreement(turned, mask), expected)
+
+
 def test_honesty_terms_by_finite_differences_and_at_masked_places():
     torch.manual_seed(4)
     scores, mask = torch.randn(3, 4).double(), mask_of([4, 3, 2], 4)

@@ -63,6 +63,10 @@ class RewardConfig(Section):
     """Attributes that the data rate, each with a head of its own, and what they weigh in the score in units of their
     deviation; {} = off. overall is the ranking itself; below 0 = less of it is better."""
 
+    ensemble: Annotated[int, Field(ge=0, le=100)] = 0
+    """So many heads, each on its own sample of the prompts (with replacement); the score is their mean, and where they
+    disagree the model does not know. 0 or 1 = off."""
+
     # against hacking
     length_penalty: NonNegative = 0.0
     """Weight of the squared within-prompt correlation of score and log length; 0 = off, 0.1 to 1 where the data love
@@ -98,6 +102,8 @@ class RewardConfig(Section):
             raise ValueError("train: head leaves nothing for lora to adapt; take one of them")
         if self.attributes:
             self._attributes_fit()
+        if self.ensemble > 1 and (self.attributes or self.length_head):
+            raise ValueError("ensemble does not go with attributes or length_head; take one of them")
         return self
 
     def _attributes_fit(self) -> None:

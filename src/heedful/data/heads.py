@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,6 +22,17 @@ def with_attributes(samples: Iterable[RankingSample], names: Iterable[str]) -> l
     and safe.
     """
     return [dataclasses.replace(s, heads=tuple(HeadLabels(_ranks(s, name)) for name in names)) for s in samples]
+
+
+def with_resamples(samples: Sequence[RankingSample], num_heads: int, *, seed: int) -> list[RankingSample]:
+    """Each ranking with what it weighs for each head of an ensemble: how often it is among as many rankings as there
+    are, drawn with replacement, once for each head (Efron's bootstrap)."""
+    draws = [random.Random(f"{seed}/ensemble {h}") for h in range(num_heads)]
+    counts = [Counter(draw.choices(range(len(samples)), k=len(samples))) for draw in draws]
+    return [
+        dataclasses.replace(s, heads=tuple(HeadLabels(s.ranks, float(count[i])) for count in counts))
+        for i, s in enumerate(samples)
+    ]
 
 
 def require_attributes(samples: Sequence[RankingSample], names: Iterable[str]) -> None:

@@ -13,6 +13,8 @@ def parts(card: RewardCard) -> list[tuple[str, Accuracy]]:
         *((f"category {name}", found) for name, found in card.by_category.items()),
         *((f"source {name}", found) for name, found in card.by_source.items()),
         *((f"attribute {name}", found) for name, found in card.attributes.items()),
+        ("where all heads agree", card.heads_agree),
+        ("where heads disagree", card.heads_disagree),
         ("against baits", card.baits),
         ("by length alone (fitted)", card.length_fit.accuracy if card.length_fit else None),
     ]

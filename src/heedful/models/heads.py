@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,12 @@ class Heads:
     def row(self) -> Tensor:
         """[D]: the one row that gives the score."""
         return torch.tensor(self.factors(self.deviations), device=self.weight_HD.device) @ self.weight_HD.detach()
+
+    def disagreement(self, outputs: Sequence[float]) -> float:
+        """How far the heads' scores of one answer disagree, in the units of the score they make: the deviation over the
+        heads of (x − mean) / deviation, times the mean deviation."""
+        standard = [(x - m) / max(d, 1e-6) for x, m, d in zip(outputs, self.means, self.deviations, strict=True)]
+        return statistics.stdev(standard) * statistics.fmean(self.deviations)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; the weight is exact, a float32 in decimals being read back as the same."""

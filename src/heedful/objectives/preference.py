@@ -263,6 +263,17 @@ def deviation(scores_PK: Float[Tensor, "P K"], mask_PK: Bool[Tensor, "P K"]) -> 
     return ((_centred(scores_PK, mask_PK) ** 2).sum() / num_free).sqrt()
 
 
+def disagreement(scores_PKH: Float[Tensor, "P K H"], mask_PK: Bool[Tensor, "P K"]) -> Float[Tensor, ""]:
+    """How far the heads of an ensemble disagree: mean over answers of the deviation over heads of s̃_h / σ_h.
+
+    s̃_h is the head's score within its prompt, σ_h its :func:`deviation`: level and scale, in which heads may differ and
+    agree all the same, are taken out. 0 = one order and one spacing, near 1 = nothing in common.
+    """
+    scores = scores_PKH.unbind(-1)
+    standard_HPK = torch.stack([_centred(x_PK, mask_PK) / deviation(x_PK, mask_PK).clamp(min=_EPS) for x_PK in scores])
+    return masked.mean(standard_HPK.std(dim=0), mask_PK)
+
+
 def _centred(x_PK: Tensor, mask_PK: Tensor) -> Tensor:
     """Deviations from the mean of the prompt's answers; 0 where masked."""
     x_PK = masked.counted(x_PK, mask_PK)

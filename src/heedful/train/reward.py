@@ -7,18 +7,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from heedful.batches import RankingBatch, StepStats, to_device
 from heedful.config.reward import RewardConfig
 from heedful.data.baits import with_baits
 from heedful.data.collate import ranking_batch, ranking_shape
-from heedful.data.heads import with_attributes
+from heedful.data.heads import with_attributes, with_resamples
 from heedful.data.packing import ranking_batches
 from heedful.data.stream import EpochStream, fingerprint
 from heedful.data.tokenise import RankingSample
-from heedful.evaluate.accuracy import accuracy_where
+from heedful.evaluate.accuracy import accuracy_of, accuracy_where, is_right, pairs_of
 from heedful.evaluate.reward_card import ScoredRanking, build_card
 from heedful.models import packing
 from heedful.models.heads import Heads
@@ -54,7 +56,7 @@ def train_reward(
     if config.train == "head":
         model.freeze_trunk()
     samples = _lessons(samples, config, seed)
-    of_data = fingerprint((s.sequences, s.ranks, s.targets, [h.ranks for h in s.heads]) for s in samples)
+    of_data = fingerprint((s.sequences, s.ranks, s.targets, [(h.ranks, h.weight) for h in s.heads]) for s in samples)
     stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=of_data)
     total_steps = stream.num_steps(config.epochs)
     loss = RewardLoss(model, config, seed=seed)
@@ -94,9 +96,7 @@ def train_reward(
         watch.looked(i + 1, heldout_loss)
         if config.keep == "best":
             best.offer(i + 1, -heldout_loss, optimisation.parameters)
-        return {"reward/heldout_accuracy": card.accuracy, "reward/heldout_loss_nats": heldout_loss,
-                "reward/score_mean": card.score_mean, "reward/score_std": card.score_std,
-                **{f"reward/heldout_accuracy/{name}": x.value for name, x in card.attributes.items()}}  # fmt: skip
+        return _seen(card)
 
     loop = Loop(
         "Reward model", stage, total_steps, config.checkpoint,
@@ -116,9 +116,21 @@ def train_reward(
     return dataclasses.replace(cards[-1], train_accuracy=watch.train_accuracy, data={**cards[-1].data, **told})
 
 
+def _seen(card: RewardCard) -> dict[str, float]:
+    """What is logged of a look at the held-out rankings."""
+    found = {f"heldout_accuracy/{name}": x.value for name, x in card.attributes.items()}
+    if card.disagreement is not None:
+        found["heldout_disagreement"] = card.disagreement
+    found |= {"heldout_accuracy": card.accuracy, "heldout_loss_nats": card.loss or 0.0, "score_mean": card.score_mean,
+              "score_std": card.score_std}  # fmt: skip
+    return {f"reward/{name}": value for name, value in found.items()}
+
+
 def _lessons(samples: Sequence[RankingSample], config: RewardConfig, seed: int) -> list[RankingSample]:
     """What the model is taught: with baits and each head's labels, without rankings of which no head has a pair."""
     samples = with_baits(samples, config.baits_per_ranking, max_tokens=config.max_tokens, seed=seed)
+    if config.ensemble > 1:
+        return with_resamples(samples, config.ensemble, seed=seed)
     samples = with_attributes(samples, config.attributes)
 
     def teaches(sample: RankingSample) -> bool:
@@ -173,7 +185,9 @@ def reward_card(
         rankings = [everything[i] for i in group]
         batch = to_device(ranking_batch(rankings, model.pad_id, attention_tokens=attention_tokens), model.device)
         last_PKD = model.ranking_states(batch)[batch.rows_PK, batch.columns_PK]
-        scores_PKH = model.scalars(last_PKD)[..., None] if heads is None else heads.scalars(last_PKD)
+        outputs_PKH = model.scalars(last_PKD)[..., None] if heads is None else heads.scalars(last_PKD)
+        is_mean = heads is not None and heads.kind == "ensemble"
+        scores_PKH = outputs_PKH.mean(dim=-1, keepdim=True) if is_mean else outputs_PKH
         is_known_PK = batch.baits_PK | _is_control(group, rankings, batch.mask_PK, len(samples))
         for h, labels in enumerate(labels_of(batch)):
             mask_PK = labels.mask_PK & ~is_known_PK
@@ -181,7 +195,7 @@ def reward_card(
             num = int(preference.num_prompts(labels.ranks_PK, mask_PK, **options))
             found = preference.ranking(scores_PKH[..., h], labels.ranks_PK, mask_PK, denominator=1, **options)
             losses.setdefault(h, []).append((float(found.loss), num))
-        for i, s, rows, known in zip(group, rankings, scores_PKH.tolist(), is_known_PK.tolist(), strict=True):
+        for i, s, rows, known in zip(group, rankings, outputs_PKH.tolist(), is_known_PK.tolist(), strict=True):
             outputs[i], is_known[i] = rows[: len(s.ranks)], known[: len(s.ranks)]
     factors = [1.0] if heads is None else _measured(heads, outputs, is_known)
     scored = [
@@ -194,6 +208,8 @@ def reward_card(
     card = build_card(scored, loss=_mean_loss(losses), seed=seed)
     if heads is None:
         return card
+    if heads.kind == "ensemble":
+        return _with_disagreement(card, outputs, is_known, everything, seed)
     accuracies = {
         name: accuracy_where(
             [[row[h] for row in rows] for rows in outputs], [s.heads[h].ranks for s in everything],
@@ -205,6 +221,35 @@ def reward_card(
     return dataclasses.replace(card, attributes={name: x for name, x in accuracies.items() if x is not None})
 
 
+def _with_disagreement(
+    card: RewardCard,
+    outputs: Sequence[list[list[float]]],
+    is_known: Sequence[list[bool]],
+    samples: Sequence[RankingSample],
+    seed: int,
+) -> RewardCard:
+    """The card with what the heads of an ensemble say of each other."""
+    scores_PKH, mask_PK = _padded(outputs, is_known)
+    ids = [[k for k, gone in enumerate(known) if not gone] for known in is_known]
+    pairs = pairs_of([[s.ranks[k] for k in places] for s, places in zip(samples, ids, strict=True)])
+    outputs_AH = np.asarray([rows[k] for rows, places in zip(outputs, ids, strict=True) for k in places])
+    right_MH = is_right(pairs.differences(outputs_AH))
+    right_M = is_right(pairs.differences(outputs_AH.mean(axis=1)))
+    agree_M = (right_MH == right_MH[:, :1]).all(axis=1)
+    agree, disagree = (
+        accuracy_of(right_M[chosen_M], pairs.prompt_M[chosen_M], seed=seed) for chosen_M in (agree_M, ~agree_M)
+    )
+    spread = float(preference.disagreement(scores_PKH, mask_PK))
+    return dataclasses.replace(card, disagreement=spread, heads_agree=agree, heads_disagree=disagree)
+
+
+def _padded(outputs: Sequence[list[list[float]]], is_known: Sequence[list[bool]]) -> tuple[Tensor, Tensor]:
+    """Outputs [P, K, H] and the answers that are nothing but answers [P, K]."""
+    scores_PKH = pad_sequence([torch.tensor(rows, dtype=torch.float64) for rows in outputs], batch_first=True)
+    masks = [~torch.tensor(known, dtype=torch.bool) for known in is_known]
+    return scores_PKH, pad_sequence(masks, batch_first=True)
+
+
 def _mean_loss(losses: Mapping[int, Sequence[tuple[float, int]]]) -> float:
     """Mean over the heads of their means over prompts; heads without a pair are left out."""
     sums = [(sum(loss for loss, _ in found), sum(num for _, num in found)) for found in losses.values()]
@@ -214,9 +259,7 @@ def _mean_loss(losses: Mapping[int, Sequence[tuple[float, int]]]) -> float:
 
 def _measured(heads: Heads, outputs: Sequence[list[list[float]]], is_known: Sequence[list[bool]]) -> list[float]:
     """Note the means and deviations of the heads' scores; what each counts in the score, [H]."""
-    scores_PKH = pad_sequence([torch.tensor(rows, dtype=torch.float64) for rows in outputs], batch_first=True)
-    masks = [~torch.tensor(known, dtype=torch.bool) for known in is_known]
-    mask_PK = pad_sequence(masks, batch_first=True)
+    scores_PKH, mask_PK = _padded(outputs, is_known)
     heads.means = tuple(scores_PKH[mask_PK].mean(dim=0).tolist())
     heads.deviations = tuple(float(preference.deviation(x_PK, mask_PK)) for x_PK in scores_PKH.unbind(-1))
     return heads.factors(heads.deviations)

@@ -90,9 +90,12 @@ class RewardLoss:
         self.length_head = LengthHead(model, seed=seed) if config.length_head else None
         self.length_weight = config.length_penalty or float(config.length_head)
         self.heads: Heads | None = None
-        if config.attributes:
-            width = model.base.config.get_text_config().hidden_size
-            self.heads = new_heads("attributes", config.attributes, width, seed=seed, device=model.device)
+        if config.attributes or config.ensemble > 1:
+            members = {f"member_{h + 1}": 1 / config.ensemble for h in range(config.ensemble)}
+            self.heads = new_heads(
+                "attributes" if config.attributes else "ensemble", config.attributes or members,
+                model.base.config.get_text_config().hidden_size, seed=seed, device=model.device,
+            )  # fmt: skip
             model.freeze_head()  # it becomes the sum of the heads when they are trained
         self._num_prompts_H: list[int] = []
         """With a pair of this head"""

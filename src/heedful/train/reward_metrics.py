@@ -67,6 +67,8 @@ def step_metrics(pool: Pool, heads: Heads | None) -> dict[str, float]:
             told = _order(pool.scores_PKH[..., h], preference.better(ranks_PK, pool.mask_PK & (ranks_PK > 0)))
             if told:
                 found[f"accuracy/{name}"] = told["accuracy"]
+    if heads is not None and heads.kind == "ensemble":
+        found["disagreement"] = float(preference.disagreement(pool.scores_PKH, pool.mask_PK))
     return found
 
 

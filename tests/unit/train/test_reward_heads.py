@@ -15,7 +15,7 @@ from heedful.config.reward import RewardConfig
 from heedful.config.section import LoraConfig
 from heedful.data import tokenise
 from heedful.data.collate import ranking_batch
-from heedful.data.heads import with_attributes
+from heedful.data.heads import with_attributes, with_resamples
 from heedful.errors import ModelError
 from heedful.models.export import save_reward, verify_reward
 from heedful.models.heads import HEADS_FILE, head_names
@@ -35,6 +35,9 @@ OPTIONS = {
     "every_token": {"form": "every_token", "ties": "half", "label_smoothing": 0.1},
     "penalties": {"zero_centre": 0.1, "length_penalty": 1.0, "max_spread": 0.2, "baits_per_ranking": 1,
                   "attributes": {"overall": 1.0, **ATTRIBUTES}},
+    "ensemble": {"attributes": {}, "ensemble": 3, "ties": "half", "label_smoothing": 0.1, "margin": 0.2},
+    "ensemble_of_values": {"attributes": {}, "ensemble": 2, "form": "every_token", "baits_per_ranking": 1,
+                           "zero_centre": 0.1, "length_penalty": 1.0, "keep": "best", "evaluate_every_steps": 1},
     "best_head": {"train": "head", "keep": "best", "evaluate_every_steps": 1},
 }  # fmt: skip
 
@@ -203,7 +206,8 @@ def test_PPO_10_the_cut_into_micro_batches_changes_nothing(folder, tmp_path, nam
         found.append((flat(model), rows, card))
     (weights, rows, card), (others, other_rows, other_card) = found
     assert torch.allclose(weights, others, atol=5e-5)
-    for metric in ("loss_nats", "gradient_norm", "accuracy", "accuracy/long", "length_correlation"):
+    own = "accuracy/long" if options["attributes"] else "disagreement"
+    for metric in ("loss_nats", "gradient_norm", "accuracy", own, "length_correlation"):
         series, first = ([r[f"reward/{metric}"] for r in x] for x in (rows, other_rows))
         assert series == pytest.approx(first, rel=1e-3, abs=1e-5)
     assert card.loss == pytest.approx(other_card.loss, rel=1e-4)
@@ -235,6 +239,51 @@ def test_RES_05_resume_is_exact(folder, tmp_path, monkeypatch, name, share_promp
         assert (other.means, other.deviations) == (heads.means, heads.deviations)
 
 
+def test_an_ensemble_learns_each_head_from_its_own_prompts(folder):
+    """Prompts are drawn with replacement once per head; the loss is that of copies, and of the mean over heads."""
+    model = scalar(folder)
+    samples = samples_of(model, 6)
+    drawn = with_resamples(samples, 4, seed=0)
+    counts = [[s.heads[h].weight for s in drawn] for h in range(4)]
+    assert [sum(row) for row in counts] == [6.0] * 4 and len({tuple(row) for row in counts}) == 4
+    assert with_resamples(samples, 4, seed=0) == drawn != with_resamples(samples, 4, seed=1)
+    assert [h.ranks for h in drawn[2].heads] == [samples[2].ranks] * 4
+    loss = RewardLoss(model, RewardConfig(ensemble=4), seed=0)
+    total = sum(loss(part).loss for part in loss.parts([ranking_batch(drawn[:2], model.pad_id),
+                                                        ranking_batch(drawn[2:], model.pad_id)]))  # fmt: skip
+    batch = ranking_batch(samples, model.pad_id)
+    heads = loss.heads.scalars(model.ranking_states(batch)[batch.rows_PK, batch.columns_PK])
+    expected = torch.zeros(())
+    for h, row in enumerate(counts):
+        places = [i for i, count in enumerate(row) for _ in range(int(count))]
+        scores = heads[places][..., h]
+        expected = expected + preference.ranking(scores, batch.ranks_PK[places], batch.mask_PK[places]).loss / 4
+    assert float(total.detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+@torch.no_grad()
+def test_the_score_of_an_ensemble_is_the_mean_and_the_card_says_where_it_is_split(folder, tmp_path):
+    model = scalar(folder)
+    heldout = samples_of(model, 16, start=100)
+    with torch.enable_grad():
+        card, rows = train(model, samples_of(model, 16), heldout, tmp_path, epochs=2, ensemble=3)
+    batch = ranking_batch(heldout, model.pad_id)
+    heads = model.heads.scalars(model.ranking_states(batch)[batch.rows_PK, batch.columns_PK])
+    scores = model.ranking_scores(batch)
+    assert torch.allclose(scores, heads.mean(-1), atol=1e-5) and model.heads.kind == "ensemble"
+    assert card.disagreement == pytest.approx(float(preference.disagreement(heads, batch.mask_PK)), rel=1e-3)
+    assert rows[-1]["reward/heldout_disagreement"] == card.disagreement
+    assert 0 < rows[-1]["reward/disagreement"] < 1 and card.attributes == {}
+    better = preference.better(batch.ranks_PK, batch.mask_PK)
+    right = torch.stack([(x[:, :, None] > x[:, None, :])[better] for x in (*heads.unbind(-1), scores)])
+    agree = (right[:3] == right[0]).all(dim=0)
+    for found, chosen in ((card.heads_agree, agree), (card.heads_disagree, ~agree)):
+        assert found.num_pairs == int(chosen.sum()) > 0
+        assert found.over_pairs == pytest.approx(float(right[3][chosen].float().mean()))
+    likelihood = preference.ranking(scores, batch.ranks_PK, batch.mask_PK).loss
+    assert card.loss == pytest.approx(float(likelihood), rel=1e-4)  # of the score that is saved
+
+
 def test_train_head_leaves_the_trunk(folder, tmp_path):
     model, before = scalar(folder), scalar(folder)
     fast = {**RATE, "learning_rate": 0.05}
@@ -264,6 +313,8 @@ def test_rankings_that_tell_nothing_apart_are_left_out(folder, tmp_path, capsys)
         ({"margin": 0.5}, "margin: 0"),
         ({"baits_per_ranking": 1}, "needs overall among the attributes"),
         ({"attributes": {"kind": 0.0}}, "a weight of 0"),
+        ({"ensemble": 2}, "ensemble does not go with attributes"),
+        ({"attributes": {}, "length_head": True, "ensemble": 2}, "ensemble does not go with .* length_head"),
         ({"attributes": {"very kind": 1.0}}, "'very kind' must be one word"),
     ],
 )
