@@ -106,6 +106,7 @@ TABLE: dict[str, dict[str, Any]] = {
         **{f"ppo.lora.{key}": (value, {"ppo.lora": LORA}) for key, value in LORA_KEYS.items()},
         **{f"ppo.checkpoint.{key}": value for key, value in CHECKPOINT.items()},
         **{f"ppo.rewards.<name>.{key}": value for key, value in REWARD_KEYS.items()},
+        "ppo.disagreement_penalty": (3.0, {"model.reward": "{ensemble}"}),
     },
     "evaluate": {
         "data.heldout_prompts": "{data}/more-prompts.jsonl", "evaluate.max_prompts": 3, "evaluate.max_new_tokens": 3,
@@ -140,6 +141,7 @@ class World:
 
     def __init__(self, folder: Path, model: Path) -> None:
         from heedful.models.export import save_reward
+        from heedful.models.heads import new_heads
         from heedful.models.roles import build_scalar
         from heedful.records import RewardCard
         self._folder, self._made, self._numbers = folder, {}, itertools.count()
@@ -150,6 +152,12 @@ class World:
             card = RewardCard(name, 0.5, 0.4, 0.6, 10, 10, score_mean=0.3, score_std=2.0)
             save_reward(part.model, part.tokenizer, folder / name, score_mean=0.3, score_std=2.0, card=card)
             self._places[name] = folder / name
+        heads = new_heads("ensemble", {"member_1": 0.5, "member_2": 0.5}, 32, seed=1, device=CPU)
+        heads.means, heads.deviations = (0.0, 0.1), (1.0, 2.0)
+        part.set_head(heads.row())
+        numbers = {"score_mean": 0.3, "score_std": 2.0, "card": card, "heads": heads}
+        save_reward(part.model, part.tokenizer, folder / "ensemble", **numbers)
+        self._places["ensemble"] = folder / "ensemble"
         self._write_data()
 
     def _write_data(self) -> None:

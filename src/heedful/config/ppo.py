@@ -191,6 +191,9 @@ class PPOConfig(Section):
     """Named parts, summed by weight; None is the run's own reward model alone."""
     score_scaling: Scaling = "card"
     """Scores to mean 0 and deviation 1: by the reward card, by running or by the step's statistics, or not at all."""
+    disagreement_penalty: NonNegative = 0.0
+    """Taken off the score per unit by which the heads of an ensemble disagree (reward.ensemble), in the score's own
+    units: 1 is the mean less one deviation over the heads (a lower confidence bound); 0 = off."""
     score_clip: AboveZero | None = 5.0
     """The weighted sum of the scaled parts is clamped to ± this."""
     missing_end_penalty: float = 1.0

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from heedful.config.ppo import PPOConfig, RewardPart
 from heedful.config.recipe import Recipe
-from heedful.errors import GateError, ModelError
+from heedful.errors import ConfigError, GateError, ModelError
 from heedful.pipeline.context import Context, of_key
 from heedful.records import RewardCard
 from heedful.runs.progress import tell
 
 if TYPE_CHECKING:
+    from heedful.models.heads import Heads
     from heedful.models.roles import Reward
     from heedful.rollout.cache import ScoreCache
     from heedful.rollout.scaling import Scaler
@@ -46,6 +47,53 @@ def check_rewards(recipe: Recipe) -> None:
             with of_key(f"ppo.rewards.{name}.model"):
                 path = resolve(part.model)
             _check_model(name, part, path, recipe)
+    if recipe.ppo is not None and recipe.ppo.disagreement_penalty:
+        _check_ensemble(recipe, recipe.ppo)
+
+
+def _check_ensemble(recipe: Recipe, config: PPOConfig) -> None:
+    """There is an ensemble to disagree, and its score is scaled by numbers that hold for the disagreement too."""
+    from heedful.models.load import resolve
+
+    found = False
+    for name, part in config.reward_parts.items():
+        if part.model is None or part.head:
+            continue
+        if part.model == OWN and recipe.reward is not None:
+            is_ensemble = recipe.reward.ensemble > 1
+        else:
+            model = recipe.model.reward if part.model == OWN else part.model
+            is_ensemble = _ensemble(resolve(model or "")) is not None
+        if _disagreement(name) in config.reward_parts:
+            taken = f"ppo.rewards.{_disagreement(name)}"
+            raise ConfigError(f"{taken}: ppo.disagreement_penalty needs that name; take another")
+        found = found or is_ensemble
+        scaling = part.scaling or config.score_scaling
+        if is_ensemble and scaling not in ("card", "none"):
+            raise ConfigError(
+                f"ppo.disagreement_penalty is in units of the score, which {scaling!r} scaling of the reward {name} "
+                "changes as it goes; take scaling card or none"
+            )
+    if not found:
+        raise ConfigError(
+            "ppo.disagreement_penalty: no reward model here is an ensemble; train one with reward.ensemble, or set the "
+            "penalty to 0"
+        )
+
+
+def _disagreement(name: str) -> str:
+    """The part that a reward's disagreement is."""
+    return f"{name}_disagreement"
+
+
+def _ensemble(path: Path) -> Heads | None:
+    """The heads of a folder where they are an ensemble."""
+    import torch
+
+    from heedful.models.heads import load_heads
+
+    heads = load_heads(path, torch.device("cpu"))
+    return heads if heads is not None and heads.kind == "ensemble" else None
 
 
 def build_scoring(
@@ -61,7 +109,8 @@ def build_scoring(
         ConfigError, GateError, ModelError: as :func:`check_rewards`.
     """
     from heedful.models.load import load_tokenizer
-    from heedful.rollout.score import LearnedReward, Scoring
+    from heedful.rollout.scaling import Fixed
+    from heedful.rollout.score import Disagreement, LearnedReward, Scoring
     from heedful.rollout.sources import FunctionReward, HTTPReward
 
     sources: list[RewardSource] = []
@@ -79,6 +128,13 @@ def build_scoring(
             model, card = models.of(name, part)
             sources.append(LearnedReward(model, micro_batch_tokens=config.micro_batch_tokens, head=part.head,
                                          name=name, weight=part.weight))  # fmt: skip
+            heads = models.ensemble(part) if config.disagreement_penalty else None
+            if heads is not None:
+                is_scaled = card is not None and (part.scaling or config.score_scaling) == "card"
+                scalers[_disagreement(name)] = Fixed(0.0, card.score_std) if card and is_scaled else Fixed()
+                weight = -config.disagreement_penalty * abs(part.weight)
+                sources.append(Disagreement(model, heads, micro_batch_tokens=config.micro_batch_tokens,
+                                            name=_disagreement(name), weight=weight))  # fmt: skip
         scalers[name] = scaler_of(name, part, config, card)
     return Scoring(sources, scalers)
 
@@ -133,6 +189,15 @@ class _Models:
             reward = build_reward(path, **hardware)
             self._loaded[path] = LastRead(cached(reward, path, hardware["dtype"], self._cache))
         return self._loaded[path], _card_of(path, part.head)
+
+
+    def ensemble(self, part: RewardPart) -> Heads | None:
+        """The heads of the ensemble whose score a part reads; None where it reads something else."""
+        from heedful.models.load import resolve
+
+        if part.head or self._context.reward_is_stand_in:
+            return None
+        return _ensemble(self._context.reward_model if part.model == OWN else resolve(part.model or ""))
 
 
 def _card_of(path: Path, head: int) -> RewardCard | None:

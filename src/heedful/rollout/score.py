@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from heedful.errors import CheckpointError, EngineError
 from heedful.records import Completion, Message, Prompt, Rollout
 from heedful.rollout.cache import CachedReward
 from heedful.rollout.scaling import Fixed, Scaler
+
+if TYPE_CHECKING:
+    from heedful.models.heads import Heads
 
 
 class RewardSource(Protocol):
@@ -80,6 +83,21 @@ class LearnedReward:
             [p.messages for p in prompts], [c.text for c in completions], micro_batch_tokens=self._micro_batch_tokens
         )
         return [row[self._head] for row in outputs]
+
+
+@final
+class Disagreement:
+    """How far the heads of an ensemble disagree on an answer, in the units of the score that they make."""
+
+    def __init__(self, model: RewardModel, heads: Heads, *, micro_batch_tokens: int, name: str, weight: float) -> None:
+        self.name, self.weight = name, weight
+        self._model, self._heads, self._micro_batch_tokens = model, heads, micro_batch_tokens
+
+    def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        outputs = self._model.output_texts(
+            [p.messages for p in prompts], [c.text for c in completions], micro_batch_tokens=self._micro_batch_tokens
+        )
+        return [self._heads.disagreement(row[1:]) for row in outputs]
 
 
 @final

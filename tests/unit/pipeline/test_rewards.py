@@ -151,6 +151,39 @@ def test_a_head_of_an_attribute_is_read_and_scaled_by_its_own_numbers(recipe, mo
         check_rewards(recipe({"mine": {"model": "{attributes}", "head": 3}}))
 
 
+def test_the_disagreement_of_an_ensemble_comes_off_its_score(recipe, models):
+    parts = {"own": {"model": "{ensemble}", "weight": 2.0}, "plain": {"model": "{carded}"},
+             "second": {"model": "{ensemble}", "head": 2, "scaling": "none"}}  # fmt: skip
+    found = recipe(parts, "--ppo.disagreement_penalty", "0.5")
+    check_rewards(found)
+    free, held = scoring(recipe(parts))(PROMPTS, ANSWERS), scoring(found)(PROMPTS, ANSWERS)
+    part = roles.build_reward(models["ensemble"], device=CPU, dtype=torch.float32)
+    rows = part.output_texts([p.messages for p in PROMPTS], [a.text for a in ANSWERS], micro_batch_tokens=999)
+    for row, before, after in zip(rows, free, held, strict=True):
+        standard = [(x - m) / d for x, m, d in zip(row[1:], (0.1, 0.2, 0.3), (0.5, 4.0, 1.0), strict=True)]
+        split = float(torch.tensor(standard).std()) * (0.5 + 4.0 + 1.0) / 3
+        assert split > 0.01 and row[0] == pytest.approx(sum(row[1:]) / 3, abs=1e-5)
+        assert after.raw_parts["own_disagreement"] == pytest.approx(split, rel=1e-4)
+        assert before.score - after.score == pytest.approx(0.5 * 2.0 * split / 2.0, rel=1e-4)  # card: deviation 2
+        assert before.raw_parts.keys() == {"own", "plain", "second"} == after.raw_parts.keys() - {"own_disagreement"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"own": {"model": "{carded}"}}, "no reward model here is an ensemble"),
+        ({"own": {"model": "{attributes}"}}, "no reward model here is an ensemble"),
+        ({"own": {"model": "{ensemble}", "head": 1}}, "no reward model here is an ensemble"),
+        ({"own": {"model": "run:reward"}}, "no reward model here is an ensemble"),
+        ({"own": {"model": "{ensemble}", "scaling": "running"}}, "'running' scaling of the reward own changes"),
+        ({"own": {"model": "{ensemble}"}, "own_disagreement": {"function": "my_parts:words"}}, "needs that name"),
+    ],
+)
+def test_a_penalty_without_anything_to_disagree_is_refused(recipe, parts, message):
+    with pytest.raises(ConfigError, match=message):
+        check_rewards(recipe(parts, "--ppo.disagreement_penalty", "0.5"))
+
+
 def test_models_are_loaded_once_and_read_once(recipe, monkeypatch):
     loaded, forwards = [], []
     build, outputs = roles.build_reward, roles.ScalarModel.outputs
