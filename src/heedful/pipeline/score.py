@@ -17,7 +17,7 @@ from heedful.data.prompts import prompt_of
 from heedful.data.shipped import data_path
 from heedful.errors import CheckpointError, DataError, EngineError, HeedfulError, ModelError
 from heedful.evaluate.spread import Spread, by_group, spread
-from heedful.pipeline.scorer import Scorer, kind_of, open_scorer
+from heedful.pipeline.scorer import Outputs, kind_of, open_outputs
 from heedful.records import Demonstration, Prompt, Ranking, Record
 from heedful.runs.journal import append_entry, read_entries
 from heedful.runs.progress import Progress, tell
@@ -64,8 +64,9 @@ def score_file(
     """Score every answer of ``source`` and write one row per answer to ``out``, in the order of the file.
 
     A row has id, answer_id, prompt (messages), answer, score, rank (null where the file gives none), policy, category
-    and source. ``out`` appears when all is done; until then scores lie in ``OUT.partial``, from which the same call
-    goes on, provided model, file and options are the same.
+    and source; of a model with several heads also ``heads`` (what each says, by name) and of an ensemble
+    ``disagreement`` (in the units of the score). ``out`` appears when all is done; until then scores lie in
+    ``OUT.partial``, from which the same call goes on, provided model, file and options are the same.
 
     Args:
         model: as :func:`open_scorer` takes it, ``options`` too.
@@ -91,15 +92,15 @@ def score_file(
     say(loaded.summary())
     key, partial = _key(model, [prompts, rows], options), Path(f"{out}.partial")
     with _alone(partial):
-        scores = _known(partial, key)
-        num_resumed = len(scores)
+        outputs = _known(partial, key)
+        num_resumed = len(outputs)
         if num_resumed:
             say(f"{num_resumed:,} of {len(rows):,} answers were scored before; going on")
         if num_resumed < len(rows):
-            scorer = open_scorer(model, cache=cache, say=say, **options)
-            _score(scorer, prompts, rows, scores, source, partial, key)
-        for row, score in zip(rows, scores, strict=True):
-            row["score"] = score
+            _score(open_outputs(model, cache=cache, say=say, **options), prompts, rows, outputs, source, partial, key)
+        scores = [found[0] for found in outputs]
+        for row, found, more in zip(rows, outputs, _heads(model, outputs), strict=True):
+            row |= {"score": found[0], **more}
         write_rows(out, rows)
     return Scored(
         str(out), len(rows), num_resumed, spread(scores), by_group(scores, [r["category"] for r in rows]),
@@ -144,38 +145,57 @@ def _key(model: str, asked: Any, options: dict[str, Any]) -> str:
 
         name = folder_digest(resolve(model))
     precision = {key: options[key] for key in ("template", "dtype") if options.get(key)}
-    return hashlib.sha256(json.dumps([name, asked, precision], default=_plain).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(["outputs", name, asked, precision], default=_plain).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
     return value.to_json() if isinstance(value, Record) else str(value)
 
 
+def _heads(model: str, outputs: Sequence[list[float]]) -> list[dict[str, Any]]:
+    """What a row says of the model's heads; nothing where it has none."""
+    if kind_of(model) != "folder":
+        return [{}] * len(outputs)
+    import torch
+
+    from heedful.models.heads import load_heads
+    from heedful.models.load import resolve
+
+    heads = load_heads(resolve(model), torch.device("cpu"))
+    if heads is None:
+        return [{}] * len(outputs)
+    found: list[dict[str, Any]] = [{"heads": dict(zip(heads.names, row[1:], strict=True))} for row in outputs]
+    if heads.kind == "ensemble":
+        for more, row in zip(found, outputs, strict=True):
+            more["disagreement"] = heads.disagreement(row[1:])
+    return found
+
+
 def _score(
-    scorer: Scorer,
+    ask: Outputs,
     prompts: Sequence[Prompt],
     rows: Sequence[dict[str, Any]],
-    scores: list[float],
+    outputs: list[list[float]],
     source: str,
     journal: Path,
     key: str,
 ) -> None:
     """Score what is missing, part by part; each is on disk before the next begins."""
     num_parts = -(-len(rows) // ANSWERS_PER_PART)
-    first = len(scores) // ANSWERS_PER_PART
+    first = len(outputs) // ANSWERS_PER_PART
     with Progress("Scoring", num_parts, first_step=first) as progress:
-        while len(scores) < len(rows):
-            start = len(scores)
+        while len(outputs) < len(rows):
+            start = len(outputs)
             part = rows[start : start + ANSWERS_PER_PART]
             try:
-                found = scorer(prompts[start : start + len(part)], [r["answer"] for r in part])
+                found = ask(prompts[start : start + len(part)], [r["answer"] for r in part])
             except HeedfulError as error:
                 kept = f"; the {start:,} scores before them are kept, and the same command goes on" if start else ""
                 ids = f"{part[0]['id']} to {part[-1]['id']}"
                 where = f"{source}, answers {start + 1:,} to {start + len(part):,} ({ids})"
                 raise _kind(error)(f"{where}: {error}{kept}") from error
-            append_entry(journal, {"key": key, "start": start, "scores": found})
-            scores += found
+            append_entry(journal, {"key": key, "start": start, "outputs": found})
+            outputs += found
             progress.step()
 
 
@@ -202,13 +222,13 @@ def _alone(path: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)  # under the lock, so that nobody goes on with what is gone
 
 
-def _known(path: Path, key: str) -> list[float]:
-    """The scores of the first answers, as far as the journal has them without a gap."""
-    scores: list[float] = []
+def _known(path: Path, key: str) -> list[list[float]]:
+    """What is known of the first answers, as far as the journal has them without a gap."""
+    outputs: list[list[float]] = []
     for entry in read_entries(path):
-        if entry["key"] == key and entry["start"] == len(scores):
-            scores += entry["scores"]
-    return scores
+        if entry["key"] == key and entry["start"] == len(outputs):
+            outputs += entry["outputs"]
+    return outputs
 
 
 def _lock(stream: IO[bytes], path: Path) -> None:

@@ -18,9 +18,21 @@ if TYPE_CHECKING:
 
 Scorer = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
 """One number per (prompt, answer), in order; higher is better."""
+Outputs = Callable[[Sequence[Prompt], Sequence[str]], list[list[float]]]
+"""The score of each (prompt, answer) and what the model's heads say, if it has several."""
 
 
-def open_scorer(
+def open_scorer(model: str, **options: Any) -> Scorer:
+    """The scores of :func:`open_outputs` alone, with the same options."""
+    outputs = open_outputs(model, **options)
+
+    def scorer(prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float]:
+        return [row[0] for row in outputs(prompts, answers)]
+
+    return scorer
+
+
+def open_outputs(
     model: str,
     *,
     template: str | None = None,
@@ -33,7 +45,7 @@ def open_scorer(
     finite: bool = True,
     cache: ScoreCache | None = None,
     say: Callable[[str], None] = tell,
-) -> Scorer:
+) -> Outputs:
     """The scorer that a name on the command line means; only a reward model's folder needs torch.
 
     Args:
@@ -41,8 +53,8 @@ def open_scorer(
             :class:`~heedful.rollout.sources.HTTPReward`) or module:function, called with (prompts, answers).
         template: for a server: the model whose tokenizer and chat template write the texts it is sent; None sends
             the messages and the answer as plain text with blank lines between.
-        device, dtype, attention, micro_batch_tokens: for a reward model's folder; an ensemble or a model with several
-            heads is read at its first output.
+        device, dtype, attention, micro_batch_tokens: for a reward model's folder; of several outputs the first is the
+            score, and what comes after it is told too.
         timeout_seconds, retries: for a server.
         finite: False lets NaN and infinities of a function or a folder pass, for callers that count them.
         cache: holds the scores of a folder; servers and functions may change behind their names.
@@ -63,12 +75,16 @@ def open_scorer(
     else:
         ask = _folder(model, device, dtype, attention, micro_batch_tokens, cache)
 
-    def scorer(prompts: Sequence[Prompt], answers: Sequence[str]) -> list[float]:
+    def outputs(prompts: Sequence[Prompt], answers: Sequence[str]) -> list[list[float]]:
         if len(prompts) != len(answers):
             raise ValueError(f"{len(prompts)} prompts but {len(answers)} answers")
-        return _numbers(model, ask(list(prompts), list(answers)), prompts, finite) if answers else []
+        if not answers:
+            return []
+        found = ask(list(prompts), list(answers))
+        scores = _numbers(model, [row[0] for row in found] if kind == "folder" else found, prompts, finite)
+        return found if kind == "folder" else [[score] for score in scores]
 
-    return scorer
+    return outputs
 
 
 def kind_of(model: str) -> Literal["server", "function", "folder"]:
@@ -90,9 +106,9 @@ def _folder(
     precision = hardware.compute_dtype(place, dtype)
     reward = cached(build_reward(path, device=place, dtype=precision, attention=attention), path, precision, cache)
 
-    def ask(prompts: list[Prompt], answers: list[str]) -> list[float]:
+    def ask(prompts: list[Prompt], answers: list[str]) -> list[list[float]]:
         messages = [p.messages for p in prompts]
-        return [row[0] for row in reward.output_texts(messages, answers, micro_batch_tokens=micro_batch_tokens)]
+        return reward.output_texts(messages, answers, micro_batch_tokens=micro_batch_tokens)
 
     return ask
 

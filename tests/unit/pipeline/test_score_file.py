@@ -18,7 +18,9 @@ import torch
 
 from heedful.cli.main import main
 from heedful.errors import CheckpointError, DataError, EngineError
-from heedful.models.roles import build_reward
+from heedful.models.export import save_reward
+from heedful.models.heads import new_heads
+from heedful.models.roles import build_reward, build_scalar
 from heedful.pipeline import score as score_module
 from heedful.pipeline.score import score_file
 from heedful.records import Message
@@ -212,7 +214,7 @@ def test_what_is_torn_or_of_something_else_is_not_used(tmp_path, small_parts, mo
     if damage == "nonsense":
         partial.write_bytes(b"\x00" + partial.read_bytes())
     if damage == "a digit":  # of the last score: a file cut nowhere, and yet not what was written
-        partial.write_bytes(partial.read_bytes().removesuffix(b"]}}\n") + b"1]}}\n")
+        partial.write_bytes(partial.read_bytes().removesuffix(b"]]}}\n") + b"1]]}}\n")
     done = score(source, tmp_path / "out.jsonl", model)
     assert done.num_resumed == num_resumed
     assert done.num_answers == len(read(tmp_path / "out.jsonl")) == (33 if damage == "other file" else 30)
@@ -277,3 +279,24 @@ def test_functions_need_no_torch(tmp_path):
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["attributes", "ensemble"])
+def test_what_the_heads_of_a_model_say_stands_beside_the_score(tmp_path, small_parts, kind):
+    part = build_scalar(model_folder(tmp_path / "base"), lora=None, device=CPU, dtype=torch.float32, new_head=True)
+    heads = new_heads(kind, {"kind": 0.5, "safe": 0.5}, 32, seed=1, device=CPU)
+    heads.means, heads.deviations = (0.5, -0.5), (2.0, 1.0)
+    part.set_head(heads.row())
+    save_reward(part.model, part.tokenizer, tmp_path / "out", score_mean=0, score_std=1, heads=heads)
+    source, model = rankings(tmp_path / "in.jsonl", 3), str(tmp_path / "out")
+    score(source, tmp_path / "a.jsonl", model, device="cpu", dtype="float32")
+    for row in read(tmp_path / "a.jsonl"):
+        kind_score, safe_score = row["heads"]["kind"], row["heads"]["safe"]
+        factors = (0.25, 0.5) if kind == "attributes" else (0.5, 0.5)
+        assert row["score"] == pytest.approx(factors[0] * kind_score + factors[1] * safe_score, abs=1e-5)
+        assert ("disagreement" in row) == (kind == "ensemble")
+        if kind == "ensemble":
+            apart = abs((kind_score - 0.5) / 2 - (safe_score + 0.5)) / math.sqrt(2)
+            assert row["disagreement"] == pytest.approx(1.5 * apart, rel=1e-5)
+    score(source, tmp_path / "b.parquet", model, device="cpu", dtype="float32")
+    assert Path(tmp_path / "b.parquet").exists()
