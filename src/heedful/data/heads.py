@@ -52,8 +52,10 @@ def require_attributes(samples: Sequence[RankingSample], names: Iterable[str]) -
 
 
 def _ranks(sample: RankingSample, name: str) -> list[int]:
-    if name == OVERALL:
-        return list(sample.ranks)
-    rated: Mapping[str, float] = sample.ratings.get(name, {})
-    order = sorted({rated[i] for i in sample.answer_ids if i in rated}, reverse=True)
-    return [order.index(rated[i]) + 1 if i in rated else 0 for i in sample.answer_ids]
+    return list(sample.ranks) if name == OVERALL else rating_ranks(sample.ratings.get(name, {}), sample.answer_ids)
+
+
+def rating_ranks(rated: Mapping[str, float], answer_ids: Sequence[str]) -> list[int]:
+    """Ranks of the answers by an attribute's ratings: 1 = best, equal = tie, 0 = not rated."""
+    order = sorted({rated[i] for i in answer_ids if i in rated}, reverse=True)
+    return [order.index(rated[i]) + 1 if i in rated else 0 for i in answer_ids]

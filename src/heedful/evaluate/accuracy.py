@@ -105,21 +105,6 @@ def pair_accuracy(scores: Sequence[Sequence[float]], ranks: Sequence[Sequence[in
     return found
 
 
-def accuracy_where(
-    scores: Sequence[Sequence[float]],
-    ranks: Sequence[Sequence[int]],
-    counts: Sequence[Sequence[bool]],
-    *,
-    seed: int = 0,
-) -> Accuracy | None:
-    """As :func:`pair_accuracy` over the answers that count; None without a pair."""
-    kept = [[k for k, count in enumerate(row) if count] for row in counts]
-    chosen = [[row[k] for k in places] for row, places in zip(ranks, kept, strict=True)]
-    pairs = pairs_of(chosen)
-    scores_A = flat_scores([[row[k] for k in places] for row, places in zip(scores, kept, strict=True)], chosen)
-    return accuracy_of(is_right(pairs.differences(scores_A)), pairs.prompt_M, seed=seed)
-
-
 def length_accuracy(lengths: Sequence[Sequence[int]], ranks: Sequence[Sequence[int]], *, seed: int = 0) -> Accuracy:
     """Accuracy of 'the longer answer wins' on the same pairs: what length alone explains."""
     return pair_accuracy(lengths, ranks, seed=seed)

@@ -11,7 +11,7 @@ from heedful.data.load import load
 from heedful.data.pairs import judged_answers, training_ranks
 from heedful.errors import DataError, EngineError
 from heedful.evaluate.reward_card import ScoredRanking, build_card
-from heedful.pipeline.scorer import Scorer, open_scorer
+from heedful.pipeline.scorer import Outputs, kind_of, open_outputs
 from heedful.records import Answer, Prompt, Ranking, RewardCard
 from heedful.runs.progress import Progress, tell
 
@@ -54,12 +54,16 @@ def card_of_file(
     records = cast(list[Ranking], loaded.records)
     num_answers_dropped: Counter[str] = Counter()
     kept = [_judged(record, source, num_answers_dropped) for record in records]
-    scores = _scores(open_scorer(model, cache=cache, say=say, **options), records, kept, source)
-    scored = [_scored(record, answers, found) for record, answers, found in zip(records, kept, scores, strict=True)]
+    outputs = _outputs(open_outputs(model, cache=cache, say=say, **options), records, kept, source)
+    scored = [
+        _scored(record, answers, [row[0] for row in rows])
+        for record, answers, rows in zip(records, kept, outputs, strict=True)
+    ]
     try:
         card = build_card(scored, model=model, seed=seed)
     except DataError as error:
         raise DataError(f"{source}: {error}") from None
+    card = _with_heads(card, model, records, kept, outputs, seed)
     data = {
         "file": source, "format": loaded.format, "num_read": loaded.num_read, "num_rankings": loaded.num_kept,
         "dropped": loaded.dropped, "answers_dropped": dict(num_answers_dropped), "seed": seed,
@@ -79,11 +83,46 @@ def _judged(record: Ranking, source: str, num_dropped: Counter[str]) -> list[Ans
     return judged_answers(record, num_dropped)
 
 
-def _scores(
-    scorer: Scorer, records: Sequence[Ranking], kept: Sequence[Sequence[Answer]], source: str
-) -> list[list[float]]:
-    """The scores of every ranking's answers; asked in parts, so that a failure says how far it came."""
-    scores: list[list[float]] = []
+def _with_heads(
+    card: RewardCard,
+    model: str,
+    records: Sequence[Ranking],
+    kept: Sequence[Sequence[Answer]],
+    outputs: Sequence[list[list[float]]],
+    seed: int,
+) -> RewardCard:
+    """The card with what the heads of a model's folder say of its ordinary answers."""
+    if kind_of(model) != "folder":
+        return card
+    import torch
+
+    from heedful.data.heads import OVERALL, rating_ranks
+    from heedful.evaluate.heads_card import with_accuracies, with_disagreement
+    from heedful.models.heads import load_heads
+    from heedful.models.load import resolve
+
+    heads = load_heads(resolve(model), torch.device("cpu"))
+    if heads is None:
+        return card
+    said: list[list[list[float]]] = []
+    ranks: dict[str, list[list[int]]] = {name: [] for name in (OVERALL, *heads.names)}
+    for record, answers, rows in zip(records, kept, outputs, strict=True):
+        places = [k for k, answer in enumerate(answers) if answer.kind not in ("bait", "gold") and record.gold is None]
+        ids = [answers[k].id for k in places]
+        said.append([rows[k][1:] for k in places])
+        for name, per_record in ranks.items():
+            per_record.append(rating_ranks(record.ratings.get(name, {}), ids))
+        ranks[OVERALL][-1] = [training_ranks(record)[i] for i in ids]
+    if heads.kind == "ensemble":
+        return with_disagreement(card, said, ranks[OVERALL], seed=seed)
+    return with_accuracies(card, said, {name: ranks[name] for name in heads.names}, seed=seed)
+
+
+def _outputs(
+    ask: Outputs, records: Sequence[Ranking], kept: Sequence[Sequence[Answer]], source: str
+) -> list[list[list[float]]]:
+    """What is said of every ranking's answers; asked in parts, so that a failure says how far it came."""
+    outputs: list[list[list[float]]] = []
     num_parts = -(-len(records) // RANKINGS_PER_PART)
     with Progress("Scoring", num_parts) as progress:
         for start in range(0, len(records), RANKINGS_PER_PART):
@@ -93,12 +132,12 @@ def _scores(
                 for answer in answers
             ]
             try:
-                found = iter(scorer([prompt for prompt, _ in asked], [text for _, text in asked]))
+                found = iter(ask([prompt for prompt, _ in asked], [text for _, text in asked]))
             except EngineError as error:
                 raise EngineError(f"{source}, after {start:,} of {len(records):,} rankings: {error}") from error
-            scores += [[next(found) for _ in answers] for answers in kept[start : start + RANKINGS_PER_PART]]
+            outputs += [[next(found) for _ in answers] for answers in kept[start : start + RANKINGS_PER_PART]]
             progress.step()
-    return scores
+    return outputs
 
 
 def _scored(record: Ranking, answers: Sequence[Answer], scores: list[float]) -> ScoredRanking:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from heedful.batches import RankingBatch, StepStats, to_device
@@ -20,7 +18,7 @@ from heedful.data.heads import with_attributes, with_resamples
 from heedful.data.packing import ranking_batches
 from heedful.data.stream import EpochStream, fingerprint
 from heedful.data.tokenise import RankingSample
-from heedful.evaluate.accuracy import accuracy_of, accuracy_where, is_right, pairs_of
+from heedful.evaluate.heads_card import with_accuracies, with_disagreement
 from heedful.evaluate.reward_card import ScoredRanking, build_card
 from heedful.models import packing
 from heedful.models.heads import Heads
@@ -34,6 +32,8 @@ from heedful.train.reward_loss import RewardLoss, labels_of
 from heedful.train.step import Optimisation, optimise
 from heedful.train.watch import OverfittingWatch
 from heedful.train.weights import put
+
+T = TypeVar("T")
 
 
 def train_reward(
@@ -179,7 +179,8 @@ def reward_card(
     """
     everything = with_attributes([*samples, *controls], config.attributes)
     outputs: list[list[list[float]]] = [[]] * len(everything)
-    is_known: list[list[bool]] = [[]] * len(everything)
+    ordinary: list[list[int]] = [[]] * len(everything)
+    """Places of the answers that are neither baits nor controls"""
     losses: dict[int, list[tuple[float, int]]] = {}
     for group in _groups(everything, config, attention_tokens):
         rankings = [everything[i] for i in group]
@@ -196,8 +197,11 @@ def reward_card(
             found = preference.ranking(scores_PKH[..., h], labels.ranks_PK, mask_PK, denominator=1, **options)
             losses.setdefault(h, []).append((float(found.loss), num))
         for i, s, rows, known in zip(group, rankings, outputs_PKH.tolist(), is_known_PK.tolist(), strict=True):
-            outputs[i], is_known[i] = rows[: len(s.ranks)], known[: len(s.ranks)]
-    factors = [1.0] if heads is None else _measured(heads, outputs, is_known)
+            outputs[i], ordinary[i] = rows[: len(s.ranks)], [k for k in range(len(s.ranks)) if not known[k]]
+    said = [_chosen(rows, places) for rows, places in zip(outputs, ordinary, strict=True)]
+    if heads is not None:
+        _measure(heads, said)
+    factors = [1.0] if heads is None else heads.factors(heads.deviations)
     scored = [
         ScoredRanking(
             [sum(f * x for f, x in zip(factors, row, strict=True)) for row in rows], s.ranks, s.num_answer_chars,
@@ -209,45 +213,16 @@ def reward_card(
     if heads is None:
         return card
     if heads.kind == "ensemble":
-        return _with_disagreement(card, outputs, is_known, everything, seed)
-    accuracies = {
-        name: accuracy_where(
-            [[row[h] for row in rows] for rows in outputs], [s.heads[h].ranks for s in everything],
-            [[bool(r) and not k for r, k in zip(s.heads[h].ranks, known)] for s, known in zip(everything, is_known)],
-            seed=seed,
-        )
+        return with_disagreement(card, said, [_chosen(s.ranks, k) for s, k in zip(everything, ordinary)], seed=seed)
+    ranks = {
+        name: [_chosen(s.heads[h].ranks, places) for s, places in zip(everything, ordinary, strict=True)]
         for h, name in enumerate(heads.names)
-    }  # fmt: skip
-    return dataclasses.replace(card, attributes={name: x for name, x in accuracies.items() if x is not None})
+    }
+    return with_accuracies(card, said, ranks, seed=seed)
 
 
-def _with_disagreement(
-    card: RewardCard,
-    outputs: Sequence[list[list[float]]],
-    is_known: Sequence[list[bool]],
-    samples: Sequence[RankingSample],
-    seed: int,
-) -> RewardCard:
-    """The card with what the heads of an ensemble say of each other."""
-    scores_PKH, mask_PK = _padded(outputs, is_known)
-    ids = [[k for k, gone in enumerate(known) if not gone] for known in is_known]
-    pairs = pairs_of([[s.ranks[k] for k in places] for s, places in zip(samples, ids, strict=True)])
-    outputs_AH = np.asarray([rows[k] for rows, places in zip(outputs, ids, strict=True) for k in places])
-    right_MH = is_right(pairs.differences(outputs_AH))
-    right_M = is_right(pairs.differences(outputs_AH.mean(axis=1)))
-    agree_M = (right_MH == right_MH[:, :1]).all(axis=1)
-    agree, disagree = (
-        accuracy_of(right_M[chosen_M], pairs.prompt_M[chosen_M], seed=seed) for chosen_M in (agree_M, ~agree_M)
-    )
-    spread = float(preference.disagreement(scores_PKH, mask_PK))
-    return dataclasses.replace(card, disagreement=spread, heads_agree=agree, heads_disagree=disagree)
-
-
-def _padded(outputs: Sequence[list[list[float]]], is_known: Sequence[list[bool]]) -> tuple[Tensor, Tensor]:
-    """Outputs [P, K, H] and the answers that are nothing but answers [P, K]."""
-    scores_PKH = pad_sequence([torch.tensor(rows, dtype=torch.float64) for rows in outputs], batch_first=True)
-    masks = [~torch.tensor(known, dtype=torch.bool) for known in is_known]
-    return scores_PKH, pad_sequence(masks, batch_first=True)
+def _chosen(row: Sequence[T], places: Sequence[int]) -> list[T]:
+    return [row[k] for k in places]
 
 
 def _mean_loss(losses: Mapping[int, Sequence[tuple[float, int]]]) -> float:
@@ -257,12 +232,13 @@ def _mean_loss(losses: Mapping[int, Sequence[tuple[float, int]]]) -> float:
     return sum(means) / max(1, len(means))
 
 
-def _measured(heads: Heads, outputs: Sequence[list[list[float]]], is_known: Sequence[list[bool]]) -> list[float]:
-    """Note the means and deviations of the heads' scores; what each counts in the score, [H]."""
-    scores_PKH, mask_PK = _padded(outputs, is_known)
+def _measure(heads: Heads, outputs: Sequence[Sequence[list[float]]]) -> None:
+    """Note the means and deviations of the heads' scores [prompt][answer][head]."""
+    rows = [torch.tensor(said, dtype=torch.float64) for said in outputs if said]
+    scores_PKH = pad_sequence(rows, batch_first=True)
+    mask_PK = pad_sequence([torch.ones(len(said), dtype=torch.bool) for said in rows], batch_first=True)
     heads.means = tuple(scores_PKH[mask_PK].mean(dim=0).tolist())
     heads.deviations = tuple(float(preference.deviation(x_PK, mask_PK)) for x_PK in scores_PKH.unbind(-1))
-    return heads.factors(heads.deviations)
 
 
 def _is_control(

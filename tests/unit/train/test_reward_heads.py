@@ -15,12 +15,16 @@ from heedful.config.reward import RewardConfig
 from heedful.config.section import LoraConfig
 from heedful.data import tokenise
 from heedful.data.collate import ranking_batch
+from heedful.data.files import write_jsonl
+from heedful.data.formats.lists import write_master
 from heedful.data.heads import with_attributes, with_resamples
 from heedful.errors import ModelError
+from heedful.evaluate.card_text import parts
 from heedful.models.export import save_reward, verify_reward
 from heedful.models.heads import HEADS_FILE, head_names
 from heedful.models.roles import build_reward, build_scalar
 from heedful.objectives import preference
+from heedful.pipeline.card import card_of_file
 from heedful.records import Message
 from heedful.runs.folder import StageFolder
 from heedful.train import loop
@@ -129,6 +133,14 @@ def test_SAV_the_folder_has_one_output_and_the_heads_beside_it(trained, tmp_path
     verify_reward(out)
 
 
+def test_REW_07_the_card_of_the_folder_on_a_file_says_what_training_said(trained, tmp_path):
+    _, card, _, out, _ = trained
+    write_jsonl(tmp_path / "heldout.jsonl", [write_master(rated(n)) for n in range(100, 108)])
+    found = card_of_file(str(out), str(tmp_path / "heldout.jsonl"), device="cpu", dtype="float32")
+    assert found.attributes == card.attributes and found.accuracy == card.accuracy
+    assert "attribute kind" in dict(parts(found)) and found.disagreement is None
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -184,7 +196,8 @@ def test_the_length_penalty_takes_length_out_of_every_head(folder, tmp_path):
     found = []
     for weight in (0.0, 30.0):
         model = scalar(folder)
-        train(model, samples, samples, tmp_path / str(weight), epochs=6, attributes=attributes, length_penalty=weight)
+        train(model, samples, samples, tmp_path / str(weight), epochs=6, attributes=attributes, length_penalty=weight,
+              **({"length_target": 0.0} if weight else {}))  # fmt: skip
         with torch.no_grad():
             batch = ranking_batch(samples, model.pad_id)
             states = model.ranking_states(batch)[batch.rows_PK, batch.columns_PK]
@@ -280,6 +293,11 @@ def test_the_score_of_an_ensemble_is_the_mean_and_the_card_says_where_it_is_spli
     for found, chosen in ((card.heads_agree, agree), (card.heads_disagree, ~agree)):
         assert found.num_pairs == int(chosen.sum()) > 0
         assert found.over_pairs == pytest.approx(float(right[3][chosen].float().mean()))
+    save_reward(model.model, model.tokenizer, tmp_path / "out", score_mean=0, score_std=1, heads=model.heads)
+    write_jsonl(tmp_path / "heldout.jsonl", [write_master(rated(n)) for n in range(100, 116)])
+    again = card_of_file(str(tmp_path / "out"), str(tmp_path / "heldout.jsonl"), device="cpu", dtype="float32")
+    assert again.disagreement == pytest.approx(card.disagreement, rel=1e-3)
+    assert (again.heads_agree, again.heads_disagree) == (card.heads_agree, card.heads_disagree)
     likelihood = preference.ranking(scores, batch.ranks_PK, batch.mask_PK).loss
     assert card.loss == pytest.approx(float(likelihood), rel=1e-4)  # of the score that is saved
 
