@@ -50,10 +50,13 @@ SINGLE_EPILOG = """The stages of one recipe share its run folder: a single stage
 run that is there without --resume."""
 
 
-TAKE_KEYS = (*VERBS, "check")
+TAKE_KEYS = (*VERBS, "check", "plan")
 """Verbs that take every key of the recipe as an option."""
 SINGLE_STAGES = ("sft", "reward", "ppo", "evaluate")
-OWN_OPTIONS = ("resume", "new", "accept_weak_reward", "print_config", "list_keys", "json", "help")
+OWN_OPTIONS = (
+    "resume", "new", "accept_weak_reward", "print_config", "list_keys", "json", "help", "gpu", "gpus", "shape",
+    "measure",
+)  # fmt: skip
 
 
 def take_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -62,7 +65,7 @@ def take_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     overrides: list[str] = []
     remaining = iter(words)
     for word in remaining:
-        if not word.startswith("--") or word.removeprefix("--") in OWN_OPTIONS:
+        if not word.startswith("--") or word.removeprefix("--").partition("=")[0] in OWN_OPTIONS:
             rest.append(word)
             continue
         overrides.append(word)

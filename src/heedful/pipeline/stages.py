@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from heedful.config.recipe import Recipe, Stage
-from heedful.errors import ConfigError, DataError
+from heedful.errors import ConfigError, DataError, HeedfulError
 from heedful.pipeline.context import Context
 from heedful.pipeline.rewards import check_rewards
+from heedful.plan.memory import StagePlan, plan_memory
+from heedful.runs.files import write_json
 from heedful.runs.folder import RunFolder, StageFolder
-from heedful.runs.progress import duration, peak_memory_bytes, tell
+from heedful.runs.progress import duration, tell
 from heedful.runs.resume import open_run
 
 
@@ -65,6 +67,7 @@ def _run_in(folder: RunFolder, recipe: Recipe, only: Stage | None) -> Path:
     from heedful.report.build import write_report
 
     context = Context(recipe, folder)
+    plans = _planned(context)
     stages = recipe.stages if only is None else (only,)
     tell(f"Run {folder.path}: {' → '.join(recipe.stages)}")
     for name in stages:
@@ -73,7 +76,7 @@ def _run_in(folder: RunFolder, recipe: Recipe, only: Stage | None) -> Path:
             tell(f"{name}: finished already")
         else:
             folder.set_status("running", stage=name)
-            _run_stage(context, stage)
+            _run_stage(context, stage, plans.get(name))
         shutil.rmtree(stage.checkpoints, ignore_errors=True)  # the model is saved; nothing is resumed from here
     done = all(context.stage(name).is_finished for name in recipe.stages)
     folder.set_status("finished" if done else "interrupted", stage=stages[-1])
@@ -82,17 +85,37 @@ def _run_in(folder: RunFolder, recipe: Recipe, only: Stage | None) -> Path:
     return report
 
 
-def _run_stage(context: Context, stage: StageFolder) -> None:
-    from heedful.models.hardware import release_memory, seed_everything
+def _planned(context: Context) -> dict[str, StagePlan]:
+    """The plan of every stage, told and kept in plan.json; {} where a model's shape is not known."""
+    from heedful.pipeline.plan import setup_of, to_json
 
-    started = time.perf_counter()
+    try:
+        setup = setup_of(context.recipe)
+        plans = plan_memory(setup)
+    except HeedfulError as error:
+        tell(f"plan: none ({error})")
+        return {}
+    write_json(context.folder.path / "plan.json", to_json(setup))
+    peaks = ", ".join(f"{plan.stage} {plan.peak_bytes / 2**30:.1f}" for plan in plans)
+    tell(f"plan: GiB of memory at the most: {peaks}; usable here: {setup.machine.usable_bytes / 2**30:.1f}")
+    return {plan.stage: plan for plan in plans}
+
+
+def _run_stage(context: Context, stage: StageFolder, plan: StagePlan | None) -> None:
+    from heedful.models.hardware import release_memory, seed_everything
+    from heedful.pipeline.memory import PeakMeter, compared
+
+    started, meter = time.perf_counter(), PeakMeter(context.hardware()["device"])
     seed_everything(context.recipe.seed)  # new adapters: the same whether the stages before ran in this process or not
     results = _runner(cast(Stage, stage.name))(context, stage)
+    memory = compared(meter, plan)
     release_memory()
     seconds = time.perf_counter() - started
-    training_seconds, peak = _training_seconds(stage), peak_memory_bytes()
-    stage.finish({**results, "seconds": seconds, "training_seconds": training_seconds, "peak_memory_bytes": peak})
-    tell(f"{stage.name}: done in {duration(seconds)}")
+    training_seconds, peak = _training_seconds(stage), memory["measured_bytes"]
+    stage.finish({**results, "seconds": seconds, "training_seconds": training_seconds, "peak_memory_bytes": peak,
+                  "memory": memory})  # fmt: skip
+    planned = f" (planned {memory['planned_bytes'] / 2**30:.2f}, {memory['error']:+.0%})" if memory.get("error") else ""
+    tell(f"{stage.name}: done in {duration(seconds)}, peak {peak / 2**30:.2f} GiB{planned}")
 
 
 def _training_seconds(stage: StageFolder) -> float:

@@ -241,7 +241,7 @@ def _tiles(report: dict[str, Any], after: str) -> list[tuple[str, str]]:
 
 def _facts(results: dict[str, Any]) -> dict[str, Any]:
     """Single results that no other section shows."""
-    elsewhere = ("card", "data", "metrics", "seconds", "peak_memory_bytes")
+    elsewhere = ("card", "data", "metrics", "seconds", "peak_memory_bytes", "memory")
     rest = {key: value for key, value in results.items() if key not in elsewhere and not key.startswith("num_")}
     return {key: value for key, value in flatten(rest).items() if not isinstance(value, list)}
 

@@ -114,6 +114,7 @@ def _stage(stage: StageFolder) -> dict[str, Any]:
         "results": stage.results,
         "seconds": _first_number(stage.results.get("seconds")),
         "peak_memory_bytes": _first_number(stage.results.get("peak_memory_bytes"), table.last("run/peak_memory_bytes")),
+        "memory": _section(stage.results, "memory"),
         "seconds_spent": {
             part: total for part in ("rollout", "score", "train") if (total := _total(table, f"ppo/seconds_{part}"))
         },

@@ -52,6 +52,7 @@ class Loop:
             Interrupted: after Ctrl-C or SIGTERM, once the current step is done and saved.
         """
         start = self._restore()
+        release_memory()  # what loading the models left
         writer = StageWriter(self.stage, resume_step=start - 1 if start else None)
         with Progress(self.title, self.total_steps, first_step=start) as progress, writer, _stop_signals() as stop:
             for i in range(start, self.total_steps):
@@ -72,6 +73,7 @@ class Loop:
                     self._save(done)
                 if stopping:
                     raise Interrupted(f"{self.title} stopped after step {done} of {self.total_steps}")
+        release_memory()  # pieces of activations, too small for the weights that are merged for saving
 
     def _restore(self) -> int:
         """Number of steps already done according to the newest complete checkpoint, whose state is put back."""

@@ -1,0 +1,143 @@
+"""Does it fit, and if not: the smallest set of switches of the recipe that makes it fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from heedful.config.recipe import Recipe, Stage
+from heedful.config.section import LoraConfig
+from heedful.plan.memory import FLOAT32, MOMENTS, Setup, StagePlan, plan_memory, ppo_models
+from heedful.plan.workload import StageWork
+
+Verdict = Literal["fits", "tight", "does not fit"]
+MARGIN = 0.9
+"""Share of the usable memory below which a peak fits surely: the plan's own error is within a tenth."""
+
+
+def verdict(peak_bytes: int, usable_bytes: int) -> Verdict:
+    """Below 90 % of the usable memory, below all of it, or above."""
+    if peak_bytes <= MARGIN * usable_bytes:
+        return "fits"
+    return "tight" if peak_bytes <= usable_bytes else "does not fit"
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One change of a recipe, as the command line writes it."""
+
+    text: str
+    cost: int
+    """What it takes from speed or from what is trained, in a rank order: the sum is made small"""
+    turn: Callable[[Setup], Setup]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Switches that bring a stage below the memory of a device."""
+
+    switches: tuple[str, ...]
+    peak_bytes: int
+
+
+def remedy(setup: Setup, stage: Stage) -> Remedy | None:
+    """The cheapest switches with which the stage fits; () where it does as it is, None where none suffice."""
+    usable = setup.machine.usable_bytes
+    switches = _switches(setup, stage)
+    sets = [chosen for num in range(len(switches) + 1) for chosen in itertools.combinations(switches, num)]
+    for chosen in sorted(sets, key=lambda chosen: sum(switch.cost for switch in chosen)):
+        changed = setup
+        for switch in chosen:
+            changed = switch.turn(changed)
+        peak = _peak(changed, stage)
+        if verdict(peak, usable) == "fits":
+            return Remedy(tuple(switch.text for switch in chosen), peak)
+    return None
+
+
+def not_yet(setup: Setup, stage: Stage) -> dict[str, int]:
+    """Peaks that means which heedful does not have yet would bring, each alone, as the recipe stands."""
+    plan = _plan(setup, stage)
+    largest = plan.largest
+    found: dict[str, int] = {}
+    if stage == "ppo":
+        held = sum(m.held_bytes for m in ppo_models(setup))
+        frozen = [m for m in ppo_models(setup) if m.training is None or m.training.rank is not None]
+        of_frozen = sum(m.num_own * m.weight_bytes for m in frozen)
+        found["frozen weights in int8"] = largest.total_bytes - of_frozen + sum(m.num_own for m in frozen)
+        shared = _shared_bytes(setup)
+        if shared is not None:
+            found["all four parts on one base"] = largest.total_bytes - held + shared
+    optimizer = sum(size for name, size in largest.parts.items() if name.endswith("optimizer"))
+    found["optimizer offloaded to main memory"] = largest.total_bytes - optimizer
+    if setup.machine.num > 1:
+        state = sum(size for name, size in largest.parts.items()
+                    if name.endswith(("parameters", "gradients", "optimizer")))  # fmt: skip
+        found[f"sharded over {setup.machine.num} devices"] = largest.total_bytes - state + state // setup.machine.num
+    return {name: peak for name, peak in found.items() if peak < 0.98 * largest.total_bytes}
+
+
+def _shared_bytes(setup: Setup) -> int | None:
+    """One frozen base, adapters for policy and value that train, one for the reward; None without adapters."""
+    config = setup.recipe.ppo
+    if config is None or config.lora is None or setup.base != setup.reward:
+        return None
+    adapter = setup.base.num_lora(config.lora.rank, config.lora.targets)
+    return setup.base.num_causal * setup.s + 3 * adapter * FLOAT32
+
+
+def _plan(setup: Setup, stage: Stage) -> StagePlan:
+    return next(plan for plan in plan_memory(setup) if plan.stage == stage)
+
+
+def _peak(setup: Setup, stage: Stage) -> int:
+    return _plan(setup, stage).peak_bytes
+
+
+def _switches(setup: Setup, stage: Stage) -> list[Switch]:
+    """What heedful has for a stage and the recipe does not use yet, cheapest first."""
+    if stage == "evaluate":
+        return []
+    section, work = getattr(setup.recipe, stage), getattr(setup.work, stage)
+    found = []
+    if work is not None and work.largest.rows > (2 if stage == "reward" else 1):
+        rows = 2 if stage == "reward" else 1
+        tokens = rows * work.largest.row_tokens
+        text = f"--{stage}.micro_batch_tokens {tokens}"
+        found.append(Switch(text, 1, lambda s: _with(s, stage, {"micro_batch_tokens": tokens}, rows)))
+    if stage == "ppo" and not section.activation_checkpointing:
+        found.append(Switch("--ppo.activation_checkpointing true", 2,
+                            lambda s: _with(s, stage, {"activation_checkpointing": True})))  # fmt: skip
+    if stage == "ppo" and section.value_from in ("reward", "policy"):
+        found.append(Switch("--ppo.value_from trunk", 4, lambda s: _with(s, stage, {"value_from": "trunk"})))
+    if section.lora is None:
+        found.append(Switch(f"--{stage}.lora.rank 16", 3, lambda s: _with(s, stage, {"lora": LoraConfig()})))
+    return found
+
+
+def _with(setup: Setup, stage: Stage, keys: dict[str, object], rows: int | None = None) -> Setup:
+    recipe: Recipe = setup.recipe
+    section = getattr(recipe, stage).model_copy(update=keys)
+    work = setup.work
+    if rows is not None:
+        old: StageWork = getattr(work, stage)
+        largest = dataclasses.replace(
+            old.largest, rows=rows, counted_tokens=old.largest.counted_tokens * rows // old.largest.rows,
+            num_per_step=old.largest.num_per_step * old.largest.rows // rows,
+        )  # fmt: skip
+        changes: dict[str, StageWork] = {stage: dataclasses.replace(old, largest=largest)}
+        work = dataclasses.replace(work, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(setup, recipe=recipe.model_copy(update={stage: section}), work=work)
+
+
+def checkpoint_disk(plans: list[StagePlan]) -> int:
+    """The most disk that the run's folder takes: every model, and the checkpoints of one stage at a time."""
+    models = sum(plan.disk_bytes.get("model", 0) for plan in plans)
+    return models + max((plan.disk_bytes.get("checkpoints", 0) for plan in plans), default=0)
+
+
+BYTES_PER_TRAINED = FLOAT32 + FLOAT32 + MOMENTS
+"""Weights, gradients and moments of a trained parameter."""

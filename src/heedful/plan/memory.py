@@ -1,0 +1,325 @@
+"""Memory of a recipe: what every stage holds in each of its phases; the largest phase is the peak.
+
+What is held follows ``models/roles.py`` and ``train/step.py``:
+
+    trained fully     weights, gradients and both moments of AdamW in float32: 4 + 4 + 8 bytes per parameter
+    under adapters    the base in the compute precision (2 or 4), 16 bytes per parameter of the adapters
+    frozen twins      reference and reward beside fully trained models in float32, so that they compute alike
+    the engine        PPO decodes with a copy of the policy in the compute precision
+
+Gradients live from the first micro-batch of an optimizer step to its end, moments from the first step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from heedful.config.recipe import Recipe, Stage
+from heedful.config.section import LoraConfig
+from heedful.plan import activations
+from heedful.plan.activations import Batch, Training
+from heedful.plan.machine import LIBRARY_BYTES, Machine
+from heedful.plan.shape import ModelShape
+from heedful.plan.workload import Workload
+
+FLOAT32 = 4
+MOMENTS = 8
+"""Bytes of AdamW's two float32 moments per trained parameter."""
+DECODED_TOGETHER = 64
+"""Answers that the engine decodes at once (``rollout.engine.ANSWERS_TOGETHER``)."""
+
+
+HEAP_FULL, HEAP_ADAPTERS = 0.2, 0.45
+"""On a CPU glibc leaves holes between the tensors that a forward keeps, where casts and gradients were; a share of the
+activations, measured. The adapters' float32 copies of their inputs make larger ones."""
+HEAP_MERGE = 0.3
+"""The same for weights that are merged one after the other."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a plan is made from."""
+
+    recipe: Recipe
+    base: ModelShape
+    reward: ModelShape
+    """Of the reward model, and of a value model that starts as it"""
+    machine: Machine
+    work: Workload
+    more_rewards: tuple[ModelShape, ...] = ()
+    """Reward models that PPO reads beside the run's own"""
+
+    @property
+    def s(self) -> int:
+        """Bytes of a number in the compute precision."""
+        return self.machine.compute_bytes(self.recipe.model.dtype)
+
+    @property
+    def eager(self) -> bool:
+        """Whether attention probabilities are written out."""
+        return self.machine.is_eager(self.recipe.model.attention)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that a stage holds."""
+
+    part: str
+    shape: ModelShape
+    scalar: bool
+    weight_bytes: int
+    """Of one weight of the model itself"""
+    training: Training | None = None
+    head_only: bool = False
+
+    @property
+    def num_own(self) -> int:
+        """Parameters without adapters."""
+        return self.shape.num_scalar if self.scalar else self.shape.num_causal
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that an optimizer moves."""
+        if self.head_only:
+            return self.shape.width_of_head
+        if self.training is None:
+            return 0
+        head = self.shape.width_of_head if self.scalar else 0
+        if self.training.rank is None:
+            return self.num_own
+        return self.training.num_trained(self.shape, head=head)
+
+    @property
+    def held_bytes(self) -> int:
+        """Weights; adapters are float32, as is a score head."""
+        adapters = self.num_trained * FLOAT32 if self.training and self.training.rank is not None else 0
+        return self.num_own * self.weight_bytes + adapters
+
+    @property
+    def cast_bytes(self) -> int:
+        """Casts of fully trained float32 weights that a forward under autocast keeps until it ends."""
+        is_cast = self.training is not None and self.training.rank is None
+        return self.shape.num_linear_weights * 2 if is_cast else 0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of a stage: bytes by what they are for."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The phases of a stage."""
+
+    stage: Stage
+    phases: tuple[Phase, ...]
+    disk_bytes: dict[str, int] = field(default_factory=dict)
+    """Checkpoints while the stage runs; the model that it leaves"""
+
+    @property
+    def largest(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the largest phase."""
+        return self.largest.total_bytes
+
+
+def plan_memory(setup: Setup) -> list[StagePlan]:
+    """Every stage of the recipe."""
+    builders = {"sft": _sft, "reward": _reward, "ppo": _ppo, "evaluate": _evaluate}
+    return [builders[stage](setup) for stage in setup.recipe.stages]
+
+
+def training_of(lora: LoraConfig | None, *, recompute: bool = False) -> Training:
+    """How a section of the recipe trains its model."""
+    return Training(recompute=recompute) if lora is None else Training(lora.rank, lora.targets, recompute)
+
+
+def trained(setup: Setup, part: str, lora: LoraConfig | None, *, scalar: bool, recompute: bool = False,
+            shape: ModelShape | None = None) -> Model:  # fmt: skip
+    """A model under training: float32, or the compute precision under adapters."""
+    shape = shape or (setup.reward if scalar else setup.base)
+    return Model(part, shape, scalar, FLOAT32 if lora is None else setup.s, training_of(lora, recompute=recompute))
+
+
+def _libraries(setup: Setup) -> dict[str, int]:
+    return {"libraries": LIBRARY_BYTES if setup.machine.kind == "cpu" else 0}
+
+
+def _sft(setup: Setup) -> StagePlan:
+    config, work = setup.recipe.sft, setup.work.sft
+    assert config is not None and work is not None
+    policy = trained(setup, "policy", config.lora, scalar=False)
+    held = {**_libraries(setup), **_of_models([policy]), **_moments([policy])}
+    phases = (Phase("train", {**held, **training_parts(policy, work.largest, setup)}), *_saving(held, policy))
+    return StagePlan("sft", phases, _disk([policy], policy, config.checkpoint.keep))
+
+
+def _reward(setup: Setup) -> StagePlan:
+    config, work = setup.recipe.reward, setup.work.reward
+    assert config is not None and work is not None
+    model = trained(setup, "reward", config.lora, scalar=True, shape=setup.base)
+    if config.train == "head":
+        model = Model("reward", setup.base, True, FLOAT32, None, head_only=True)
+    held = {**_libraries(setup), **_of_models([model]), **_moments([model])}
+    if config.keep == "best":
+        held["best weights"] = model.num_trained * FLOAT32
+    phases = (Phase("train", {**held, **training_parts(model, work.largest, setup)}), *_saving(held, model))
+    return StagePlan("reward", phases, _disk([model], model, config.checkpoint.keep))
+
+
+def _evaluate(setup: Setup) -> StagePlan:
+    config, recipe = setup.recipe.evaluate, setup.recipe
+    assert config is not None
+    policy = Model("policy", setup.base, False, FLOAT32)
+    answer = config.max_new_tokens or (recipe.ppo.sampling.max_new_tokens if recipe.ppo else 256)
+    held = {**_libraries(setup), **_of_models([policy])}
+    rows = min(config.batch_size, config.max_prompts)
+    phases = [_rollout(setup, held, rows, setup.work.evaluate_prompt_tokens, answer)]
+    if recipe.reward is not None or recipe.model.reward:
+        reader = Model("reward", setup.reward, True, FLOAT32)
+        length = setup.work.evaluate_prompt_tokens + answer
+        batch = Batch(max(1, 4096 // length), length, 1)
+        working = activations.inference(setup.reward, batch, s=setup.s, residual=FLOAT32, eager=setup.eager)
+        phases.append(Phase("score", {**_libraries(setup), **_of_models([reader]), "activations": working}))
+    return StagePlan("evaluate", tuple(phases))
+
+
+def ppo_models(setup: Setup) -> list[Model]:
+    """The parts of PPO that are models of their own, as ``models/roles.py`` builds them."""
+    config = setup.recipe.ppo
+    assert config is not None
+    lora, recompute = config.lora, config.activation_checkpointing
+    models = [trained(setup, "policy", lora, scalar=False, recompute=recompute)]
+    if lora is None:
+        models.append(Model("reference", setup.base, False, FLOAT32))
+    on_trunk = config.value_from in ("trunk", "frozen_trunk")
+    if not on_trunk:
+        shape = setup.reward if config.value_from == "reward" else setup.base
+        models.append(trained(setup, "value", lora, scalar=True, recompute=recompute, shape=shape))
+    if config.uses_own_reward and not (config.value_from == "reward" and lora is not None):
+        models.append(Model("reward", setup.reward, True, FLOAT32 if lora is None else setup.s))
+    models += [Model(f"reward {n}", shape, True, setup.s) for n, shape in enumerate(setup.more_rewards, start=2)]
+    return models
+
+
+def _ppo(setup: Setup) -> StagePlan:
+    config, work = setup.recipe.ppo, setup.work.ppo
+    assert config is not None and work is not None
+    models = ppo_models(setup)
+    policy = models[0]
+    value = next((m for m in models if m.part == "value"), None)
+    held = {**_libraries(setup), **_of_models(models), **_moments(models)}
+    held["engine: parameters"] = setup.base.num_causal * setup.s
+    copies = (config.ema_decay is not None) + (config.best is not None)
+    if copies and setup.machine.kind == "cpu" or config.ema_decay is not None:
+        held["averaged and best weights"] = copies * policy.num_trained * FLOAT32
+    rows = min(DECODED_TOGETHER, config.samples_per_step)
+    phases = [
+        _rollout(setup, held, rows, setup.work.prompt_tokens, config.sampling.max_new_tokens, engine=False),
+        Phase("score", {**held, **_scoring(setup, models, work.largest)}),
+    ]
+    if config.value_from == "frozen_trunk" or value is None:
+        phases.append(Phase("train policy and value", {**held, **training_parts(policy, work.largest, setup)}))
+    else:
+        phases.append(Phase("train policy", {**held, **training_parts(policy, work.largest, setup)}))
+        phases.append(Phase("train value", {**held, **training_parts(value, work.largest, setup)}))
+    phases += _saving(held, policy)
+    return StagePlan("ppo", tuple(phases), _disk([m for m in models if m.training], policy, config.checkpoint.keep))
+
+
+def _of_models(models: list[Model]) -> dict[str, int]:
+    return {f"{m.part}: parameters": m.held_bytes for m in models}
+
+
+def _moments(models: list[Model]) -> dict[str, int]:
+    return {f"{m.part}: optimizer": m.num_trained * MOMENTS for m in models if m.num_trained}
+
+
+def training_parts(model: Model, batch: Batch, setup: Setup) -> dict[str, int]:
+    """Gradients and everything that one micro-batch needs, at the worst moment of its backward.
+
+    That is at its start, when all activations are there and the head is at work; or at its end, when all gradients are
+    and that of the embedding is being added. With several micro-batches gradients are there at the start too.
+    """
+    s, eager, shape = setup.s, setup.eager, model.shape
+    gradients = model.num_trained * FLOAT32
+    if model.training is None:  # the head alone, on a frozen trunk
+        return {f"{model.part}: gradients": gradients,
+                "activations": activations.inference(shape, batch, s=s, residual=FLOAT32, eager=eager)}  # fmt: skip
+    full = model.training.rank is None
+    kept = activations.trunk(shape, batch, model.training, s=s, eager=eager)
+    layer = activations.layer(shape, batch, model.training, s=s, eager=eager)
+    working = activations.working(shape, batch, s=s, eager=eager)
+    head = 0 if model.scalar else activations.output_layer(
+        shape, batch.counted_tokens, s=s, trained=full, backward=True
+    )  # fmt: skip
+    of_embedding = shape.num_embedding * FLOAT32 * (2 if shape.tied and not model.scalar else 1) if full else 0
+    there_at_start = gradients if batch.num_per_step > 1 else 0
+    start = there_at_start + kept + max(head, working)
+    end = gradients + of_embedding + layer + working
+    if end > start:
+        parts = {"activations": layer + working, "embedding gradient": of_embedding}
+        return {f"{model.part}: gradients": gradients, **parts, **_holes(parts, setup, full)}
+    parts = {"activations": kept, "logits and output layer" if head > working else "working memory": max(head, working)}
+    return {f"{model.part}: gradients": there_at_start, **parts, **_holes(parts, setup, full)}
+
+
+def _holes(parts: dict[str, int], setup: Setup, full: bool) -> dict[str, int]:
+    if setup.machine.kind != "cpu":
+        return {}
+    return {"holes in the heap": int((HEAP_FULL if full else HEAP_ADAPTERS) * sum(parts.values()))}
+
+
+def _scoring(setup: Setup, models: list[Model], batch: Batch) -> dict[str, int]:
+    """The largest forward without gradients; casts of trained weights are kept while it runs."""
+    s, found = setup.s, []
+    for model in models:
+        residual = model.weight_bytes
+        trunk = activations.inference(model.shape, batch, s=s, residual=residual, eager=setup.eager)
+        cast = model.cast_bytes if s < FLOAT32 else 0
+        head = 0 if model.scalar else activations.output_layer(
+            model.shape, batch.counted_tokens, s=s, trained=residual == FLOAT32, backward=False
+        )  # fmt: skip
+        found.append({"casts of weights": cast, "activations": trunk} if trunk + cast > head else
+                     {"logits and output layer": head})  # fmt: skip
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
+def _rollout(setup: Setup, held: dict[str, int], rows: int, prompt: int, answer: int, *, engine: bool = True) -> Phase:
+    """Decoding: the cache of every row at full length, one step's logits and probabilities (in float64, so that the
+    running sum is exact), or the forward over the prompts."""
+    shape, s = setup.base, setup.s
+    prefill = activations.inference(shape, Batch(rows, prompt, 1), s=s, residual=s, eager=setup.eager)
+    sampling = rows * shape.vocabulary * (2 * FLOAT32 + 3 * 8)
+    parts = {**held, "key-value cache": activations.key_values(shape, rows, prompt + answer, s=s),
+             "prefill and sampling": max(prefill, sampling)}  # fmt: skip
+    if engine:
+        parts["engine: parameters"] = shape.num_causal * s
+    return Phase("rollout", parts)
+
+
+def _saving(held: dict[str, int], model: Model) -> Iterator[Phase]:
+    """A model with adapters is merged into a float32 copy when it is saved."""
+    if model.training is not None and model.training.rank is not None:
+        twice = model.shape.num_embedding if model.shape.tied and not model.scalar else 0  # under both of its names
+        yield Phase("save", {**held, "merged copy": int((model.num_own + twice) * FLOAT32 * (1 + HEAP_MERGE))})
+
+
+def _disk(models: list[Model], saved: Model, keep: int) -> dict[str, int]:
+    """Checkpoints hold trained weights and moments; the old one goes when the new one is complete."""
+    one = sum(m.num_trained for m in models) * (FLOAT32 + MOMENTS)
+    adapter = saved.num_trained * FLOAT32 if saved.training and saved.training.rank is not None else 0
+    return {"checkpoints": one * (keep + 1), "model": saved.num_own * FLOAT32 + adapter}

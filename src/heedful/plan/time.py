@@ -1,0 +1,140 @@
+"""Time of a recipe: multiply-adds and bytes of every phase, and the seconds that a machine needs for them.
+
+A phase takes max(operations / (peak · utilisation), bytes / bandwidth). A forward over N tokens in rows of T takes
+2·N·(weights of all products) + 4·N·T·A operations a layer; a backward twice that, or once where only adapters are
+trained; the output layer 2·V·D per counted token forward, again in the backward, and as often for each gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from heedful.config.recipe import Stage
+from heedful.plan.memory import DECODED_TOGETHER, Model, Setup, ppo_models, trained
+from heedful.plan.shape import ModelShape
+
+UTILISATION = {"cuda": 0.40, "cpu": 0.35}
+"""Share of the peak that a forward and backward reach; assumed. On a CPU of the measured or assumed matrix product."""
+BANDWIDTH_SHARE = 0.6
+"""Share of the bandwidth that decoding reaches; assumed."""
+SECONDS_PER_LAYER = {"cuda": 60e-6, "cpu": 120e-6}
+"""Of one decoding step beyond arithmetic: PyTorch starts some 20 small operations per layer; assumed."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations and bytes of one phase of one step."""
+
+    phase: str
+    operations: float
+    bytes_moved: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One step of a stage, and all of them."""
+
+    stage: Stage
+    phases: tuple[Work, ...]
+    steps: int | None
+
+    @property
+    def step_seconds(self) -> float:
+        """Of one step."""
+        return sum(work.seconds for work in self.phases)
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Of all steps; None where their number is not known."""
+        return None if self.steps is None else self.steps * self.step_seconds
+
+
+def plan_time(setup: Setup) -> list[StageTime]:
+    """Every training stage of the recipe."""
+    found = []
+    for stage in setup.recipe.stages:
+        if stage == "sft" and setup.work.sft is not None and setup.recipe.sft is not None:
+            model, work = trained(setup, "policy", setup.recipe.sft.lora, scalar=False), setup.work.sft
+            counted = work.tokens_per_step * work.largest.counted_tokens / work.largest.tokens
+            phases = (_train(setup, model, work.tokens_per_step, counted, work.largest.row_tokens),)
+            found.append(StageTime(stage, phases, work.steps))
+        elif stage == "reward" and setup.work.reward is not None and setup.recipe.reward is not None:
+            model, work = trained(setup, "reward", setup.recipe.reward.lora, scalar=True), setup.work.reward
+            phases = (_train(setup, model, work.tokens_per_step, 0, work.largest.row_tokens),)
+            found.append(StageTime(stage, phases, work.steps))
+        elif stage == "ppo" and setup.work.ppo is not None:
+            found.append(_ppo(setup))
+    return found
+
+
+def _ppo(setup: Setup) -> StageTime:
+    config, work = setup.recipe.ppo, setup.work.ppo
+    assert config is not None and work is not None
+    answers, tokens = config.samples_per_step, work.tokens_per_step
+    counted, row = answers * config.sampling.max_new_tokens, work.largest.row_tokens
+    models = {m.part: m for m in ppo_models(setup)}
+    policy, value = models["policy"], models.get("value")
+    score = forward(policy.shape, tokens, row) * 2 + output(policy.shape, counted) * 2  # policy and reference
+    for model in [m for part, m in models.items() if part == "value" or part.startswith("reward")]:
+        score += forward(model.shape, tokens, row)
+    if value is not None and config.uses_own_reward and "reward" not in models:
+        score += forward(value.shape, tokens, row)  # the reward, on the value's base
+    phases = [_rollout(setup, answers, work.tokens_per_step / answers - config.sampling.max_new_tokens + 1)]
+    phases.append(_work(setup, "score", score, 4 * policy.num_own * setup.s))
+    trained_models = [policy] if value is None else [policy, value]
+    for model in trained_models:
+        one = _train(setup, model, tokens, 0 if model.scalar else counted, row)
+        phases.append(Work(f"train {model.part}", one.operations * config.epochs, one.bytes_moved * config.epochs,
+                           one.seconds * config.epochs))  # fmt: skip
+    return StageTime("ppo", tuple(phases), config.steps)
+
+
+def forward(shape: ModelShape, tokens: float, row_tokens: int) -> float:
+    """Operations of the trunk over so many tokens."""
+    attention = 4 * tokens * row_tokens * shape.attention_width * shape.layers
+    return 2 * tokens * shape.num_linear_weights + attention
+
+
+def output(shape: ModelShape, counted: float) -> float:
+    """Operations of the output layer over so many counted tokens."""
+    return 2 * counted * shape.num_embedding
+
+
+def _train(setup: Setup, model: Model, tokens: float, counted: float, row_tokens: int) -> Work:
+    """Forward, backward and the optimizer's pass over its state."""
+    full = model.training is not None and model.training.rank is None
+    again = 1 if model.training is not None and model.training.recompute else 0
+    passes = (3 if full else 2) + again if model.training is not None else 1
+    operations = passes * forward(model.shape, tokens, row_tokens)
+    operations += (4 if full else 3) * output(model.shape, counted)
+    moved = model.num_trained * (3 * 4 + 4 * 4) + model.num_own * setup.s * passes
+    return _work(setup, "train", operations, moved)
+
+
+def _rollout(setup: Setup, answers: int, prompt_tokens: float) -> Work:
+    """The prompts at once, then one step per token: every weight and all keys and values are read, B rows together."""
+    shape, s, config = setup.base, setup.s, setup.recipe.ppo
+    assert config is not None
+    new, machine = config.sampling.max_new_tokens, setup.machine
+    operations = moved = seconds = 0.0
+    for start in range(0, answers, DECODED_TOGETHER):
+        rows = min(DECODED_TOGETHER, answers - start)
+        prefill = forward(shape, rows * prompt_tokens, round(prompt_tokens))
+        length = prompt_tokens + new / 2
+        attention = 4 * rows * length * shape.attention_width * shape.layers
+        step = 2 * rows * (shape.num_linear_weights + shape.num_embedding) + attention
+        read = shape.num_causal * s + 2 * rows * length * shape.kv_width * s * shape.layers
+        one = max(step / (machine.flops * UTILISATION[machine.kind]),
+                  read / (machine.bytes_per_second * BANDWIDTH_SHARE))  # fmt: skip
+        seconds += prefill / (machine.flops * UTILISATION[machine.kind])
+        seconds += new * (one + shape.layers * SECONDS_PER_LAYER[machine.kind])
+        operations += prefill + new * step
+        moved += new * read
+    return Work("rollout", operations, moved, seconds)
+
+
+def _work(setup: Setup, phase: str, operations: float, moved: float) -> Work:
+    machine = setup.machine
+    share = UTILISATION[machine.kind] * (0.5 if setup.s == 4 and machine.bfloat16 else 1)
+    return Work(phase, operations, moved, max(operations / (machine.flops * share), moved / machine.bytes_per_second))

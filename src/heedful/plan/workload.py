@@ -1,0 +1,79 @@
+"""How much a recipe gives a machine to do at once: the largest micro-batch of every stage, and what a step holds.
+
+From the recipe alone these are its limits. Where the data are at hand, ``pipeline.plan`` reads the lengths from them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from heedful.config.ppo import PPOConfig
+from heedful.config.recipe import Recipe
+from heedful.plan.activations import Batch
+
+
+@dataclass(frozen=True)
+class StageWork:
+    """What a stage works on."""
+
+    largest: Batch
+    """The largest micro-batch"""
+    steps: int | None
+    """Optimizer or PPO steps; None = unknown without the data"""
+    tokens_per_step: float
+    """Padded tokens that one step trains on"""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The stages' work, and the lengths of PPO's prompts."""
+
+    sft: StageWork | None = None
+    reward: StageWork | None = None
+    ppo: StageWork | None = None
+    prompt_tokens: int = 0
+    """Of the longest prompt that is answered"""
+    evaluate_prompt_tokens: int = 0
+    source: str = "the recipe's limits"
+
+
+def of_limits(recipe: Recipe, max_positions: int) -> Workload:
+    """The work of a recipe whose sequences are all as long as it allows and the model can read."""
+    sft = reward = ppo = None
+    if recipe.sft is not None:
+        length = min(recipe.sft.max_tokens, max_positions)
+        budget, num = recipe.sft.micro_batch_tokens, recipe.sft.prompts_per_step
+        if recipe.sft.packing:
+            largest = Batch(1, max(budget, length), max(budget, length), max(1, num * length // budget), packed=True)
+        else:
+            largest = padded(num, length, length, budget)
+        sft = StageWork(largest, None, num * length)
+    if recipe.reward is not None:
+        length, num = min(recipe.reward.max_tokens, max_positions), 2 * recipe.reward.prompts_per_step
+        reward = StageWork(padded(num, length, 1, recipe.reward.micro_batch_tokens, least=2), None, num * length)
+    prompt_tokens = 0
+    if recipe.ppo is not None:
+        answer = recipe.ppo.sampling.max_new_tokens
+        prompt_tokens = max(1, min(recipe.data.max_prompt_tokens, max_positions - answer + 1))
+        ppo = of_ppo(recipe.ppo, prompt_tokens)
+    return Workload(sft, reward, ppo, prompt_tokens, min(recipe.data.max_prompt_tokens, max_positions))
+
+
+def of_ppo(config: PPOConfig, prompt_tokens: int, mean_prompt_tokens: float | None = None) -> StageWork:
+    """PPO's work with prompts of this length and answers that reach their limit."""
+    answer = config.sampling.max_new_tokens
+    largest = padded(config.samples_per_minibatch, prompt_tokens + answer - 1, answer, config.micro_batch_tokens)
+    mean = (mean_prompt_tokens or prompt_tokens) + answer - 1
+    return StageWork(largest, config.steps, config.samples_per_step * mean)
+
+
+def padded(num: int, length: int, counted: int, budget: int, *, least: int = 1) -> Batch:
+    """The largest micro-batch of ``num`` sequences of one length within a budget of padded tokens.
+
+    Args:
+        counted: tokens of each that the loss counts.
+        least: sequences that are never cut apart.
+    """
+    rows = max(min(least, num), min(num, budget // max(length, 1)))
+    return Batch(rows, length, rows * counted, math.ceil(num / rows))

@@ -1,0 +1,182 @@
+"""Plans of whole stages: what is held, which phase is the largest, what fits and what helps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from heedful.config.recipe import Recipe
+from heedful.errors import ConfigError
+from heedful.plan.activations import Batch, Training, trunk
+from heedful.plan.fit import checkpoint_disk, not_yet, remedy, verdict
+from heedful.plan.machine import GPUS, gpu
+from heedful.plan.memory import Setup, plan_memory, ppo_models
+from heedful.plan.shape import NAMED
+from heedful.plan.time import plan_time
+from heedful.plan.workload import of_limits, padded
+
+GIB = 2**30
+DATA = {"demonstrations": "d.jsonl", "rankings": "r.jsonl", "max_prompt_tokens": 256}
+
+
+def setup(shape="7b", machine=None, *, sft=None, reward=None, ppo=None, **model):
+    sections = {"sft": sft, "reward": reward, "ppo": ppo}
+    recipe = Recipe.model_validate({
+        "model": {"name": shape, "dtype": "bfloat16", "reward": "some/reward", **model}, "data": DATA,
+        **{name: section for name, section in sections.items() if section is not None},
+    })  # fmt: skip
+    base = NAMED[shape]
+    return Setup(recipe, base, base, machine or gpu("a100-80g"), of_limits(recipe, base.max_positions))
+
+
+def stage(found, name):
+    return next(plan for plan in plan_memory(found) if plan.stage == name)
+
+
+def test_full_fine_tuning_holds_16_bytes_per_parameter():
+    plan = stage(setup(sft={"micro_batch_tokens": 512, "max_tokens": 512}), "sft")
+    parts = plan.largest.parts
+    num = NAMED["7b"].num_causal
+    assert parts["policy: parameters"] + parts["policy: gradients"] + parts["policy: optimizer"] == 16 * num
+    assert 16 * num < plan.peak_bytes < 20 * num
+    assert plan.disk_bytes["checkpoints"] == 2 * 12 * num  # the old one goes when the new one is complete
+
+
+def test_adapters_hold_the_base_in_the_compute_precision():
+    plan = stage(setup(sft={"micro_batch_tokens": 512, "max_tokens": 512, "lora": {"rank": 16}}), "sft")
+    num, adapters = NAMED["7b"].num_causal, NAMED["7b"].num_lora(16, "all-linear")
+    parts = plan.largest.parts
+    assert parts["policy: parameters"] == 2 * num + 4 * adapters
+    assert parts["policy: optimizer"] == 8 * adapters
+    in_float32 = stage(setup(sft={"lora": {"rank": 16}}, dtype="float32"), "sft")
+    assert in_float32.largest.parts["policy: parameters"] == 4 * num + 4 * adapters
+
+
+@pytest.mark.parametrize(
+    ("ppo", "parts"),
+    [
+        ({}, ["policy", "reference", "value", "reward"]),
+        ({"value_from": "policy"}, ["policy", "reference", "value", "reward"]),
+        ({"value_from": "trunk"}, ["policy", "reference", "reward"]),
+        ({"lora": {"rank": 8}}, ["policy", "value"]),
+        ({"lora": {"rank": 8}, "value_from": "policy"}, ["policy", "value", "reward"]),
+        ({"value_from": "trunk", "rewards": {"f": {"function": "m:f"}}}, ["policy", "reference"]),
+    ],
+)
+def test_the_models_that_ppo_holds(ppo, parts):
+    assert [model.part for model in ppo_models(setup(ppo=ppo))] == parts
+
+
+def test_they_are_the_models_that_roles_builds(toy_model):
+    """Counted on the real parts: every storage once."""
+    import torch
+
+    from heedful.models.roles import build_roles
+    from heedful.plan.shape import read_shape
+
+    shape = read_shape(toy_model)
+    for lora in (None, {"rank": 4}):
+        for value_from in ("policy", "trunk"):
+            section = {"value_from": value_from, "lora": lora, "rewards": {"f": {"function": "m:f"}}}
+            recipe = Recipe.model_validate(
+                {"model": {"name": "toy", "dtype": "bfloat16"}, "data": DATA, "ppo": section}
+            )
+            found = Setup(recipe, shape, shape, gpu("h200"), of_limits(recipe, shape.max_positions))
+            config = recipe.ppo.lora
+            roles = build_roles(
+                toy_model, None, policy_lora=config, value_lora=config, value_from=value_from,
+                device=torch.device("cpu"), dtype=torch.bfloat16,
+            )  # fmt: skip
+            parts = {id(p): p for p in (roles.policy.model, roles.reference.part.model, roles.value.part.model)}
+            weights = {p.data_ptr(): p.nbytes for model in parts.values() for p in model.parameters()}
+            planned = sum(model.held_bytes for model in ppo_models(found))
+            head = 4 * shape.width * 4  # float32 heads, PEFT's original among them
+            assert abs(sum(weights.values()) - planned) <= head, (lora, value_from)
+
+
+def test_the_peak_is_the_largest_phase_and_not_the_sum():
+    plan = stage(setup(ppo={"lora": {"rank": 16}}), "ppo")
+    assert [phase.name for phase in plan.phases] == ["rollout", "score", "train policy", "train value", "save"]
+    assert plan.peak_bytes == max(phase.total_bytes for phase in plan.phases)
+    rollout = plan.phases[0].parts
+    assert "policy: gradients" not in rollout
+    cache = 2 * 32 * 4096 * 2 * 32 * (256 + 128)  # keys and values, layers, width, bytes, answers, tokens
+    assert cache < rollout["key-value cache"] < 1.1 * cache
+
+
+def test_checkpointing_keeps_the_inputs_of_the_layers():
+    shape, batch = NAMED["7b"], Batch(4, 512, 512)
+    kept = {r: trunk(shape, batch, Training(recompute=r), s=2, eager=False) for r in (False, True)}
+    assert kept[True] < kept[False] / 6
+    assert kept[True] > shape.layers * batch.tokens * shape.width * 4
+
+
+def test_more_tokens_and_a_larger_vocabulary_need_more():
+    ppo = {"lora": {"rank": 16}, "micro_batch_tokens": 2048}
+    usual = setup(ppo=ppo)
+    longer = setup(ppo={**ppo, "micro_batch_tokens": 8192})
+    assert stage(longer, "ppo").peak_bytes > stage(usual, "ppo").peak_bytes
+    base = dataclasses.replace(usual.base, vocabulary=2 * usual.base.vocabulary)
+    wide = dataclasses.replace(usual, base=base, reward=base)
+    assert 1 < stage(wide, "ppo").peak_bytes / stage(usual, "ppo").peak_bytes < 1.1  # never [B, T, V]
+
+
+def test_a_remedy_is_the_cheapest_that_fits():
+    found = setup(sft={}, ppo={})
+    assert verdict(stage(found, "sft").peak_bytes, found.machine.usable_bytes) == "does not fit"
+    cure = remedy(found, "sft")
+    assert cure is not None and cure.switches == ("--sft.lora.rank 16",)
+    assert cure.peak_bytes < 0.9 * found.machine.usable_bytes
+    small = setup("opt-1.3b", sft={"micro_batch_tokens": 512, "max_tokens": 512})
+    cure = remedy(small, "sft")
+    assert cure is not None and cure.switches == ()
+    assert remedy(setup("70b", gpu("l4"), ppo={}), "ppo") is None
+
+
+def test_a_micro_batch_of_one_row_comes_before_anything_else():
+    found = setup("opt-1.3b", gpu("rtx-4090"), sft={"micro_batch_tokens": 32768, "max_tokens": 1024}, attention="eager")
+    cure = remedy(found, "sft")
+    assert cure is not None and cure.switches[0] == "--sft.micro_batch_tokens 1024"
+
+
+def test_what_heedful_lacks_is_named_apart():
+    found = setup(machine=gpu("a100-80g", 8), sft={})
+    more = not_yet(found, "sft")
+    assert set(more) == {"optimizer offloaded to main memory", "sharded over 8 devices"}
+    assert more["sharded over 8 devices"] < found.machine.usable_bytes < stage(found, "sft").peak_bytes
+
+
+def test_an_unknown_gpu_names_the_list():
+    with pytest.raises(ConfigError, match="'a1000' is not in the list; it has a100-40g"):
+        gpu("a1000")
+    assert all(g.usable_bytes < g.memory_bytes for g in GPUS.values())
+
+
+def test_micro_batches_within_a_budget():
+    assert padded(16, 100, 30, 450) == Batch(4, 100, 120, 4)
+    assert padded(16, 600, 30, 450) == Batch(1, 600, 30, 16)  # one alone exceeds it
+    assert padded(4, 100, 100, 10_000) == Batch(4, 100, 400, 1)
+
+
+def test_time_grows_with_the_model_and_shrinks_with_the_machine():
+    ppo = {"lora": {"rank": 16}, "steps": 10}
+    small, large = (plan_time(setup(s, ppo=ppo))[-1] for s in ("opt-1.3b", "opt-13b"))
+    assert [w.phase for w in small.phases] == ["rollout", "score", "train policy", "train value"]
+    assert 5 < large.phases[2].seconds / small.phases[2].seconds < 15
+    faster = plan_time(setup("opt-13b", gpu("h100-80g"), ppo=ppo))[-1]
+    assert faster.step_seconds < large.step_seconds
+    assert small.total_seconds == pytest.approx(10 * small.step_seconds)
+
+
+def test_operations_of_a_step_are_6_per_weight_and_token():
+    found = plan_time(setup(sft={"max_tokens": 128, "prompts_per_step": 4}))[0]
+    tokens, weights = 4 * 128, NAMED["7b"].num_linear_weights + NAMED["7b"].num_embedding
+    # the output layer is made once more in the backward, attention comes on top
+    assert found.phases[0].operations == pytest.approx(6 * tokens * weights, rel=0.05)
+
+
+def test_disk_holds_every_model_and_the_checkpoints_of_one_stage():
+    plans = plan_memory(setup("opt-1.3b", sft={}, reward={}))
+    num = NAMED["opt-1.3b"].num_causal
+    assert checkpoint_disk(plans) == pytest.approx((4 + 4 + 24) * num, rel=0.01)
