@@ -73,6 +73,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "reward.labels": ("scores", {"data.rankings": "{data}/judged.jsonl"}),
         "reward.ties": ("half", {"data.rankings": "{data}/judged.jsonl"}), "reward.margin": 0.5,
         "reward.form": "every_token", "reward.zero_centre": 0.5, "reward.length_penalty": 1.0,
+        "reward.length_target": (0.5, {"reward.length_penalty": 1.0}),
         "reward.length_head": True, "reward.max_spread": 0.01, "reward.baits_per_ranking": 1, "reward.train": "head",
         "reward.keep": ("best", {"reward.evaluate_every_steps": 1, "reward.epochs": 6}),
         "reward.learning_curve": [0.5], "reward.audit": True, "reward.attributes": {"helpful": 1.0, "short": -0.5},

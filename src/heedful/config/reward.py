@@ -69,11 +69,15 @@ class RewardConfig(Section):
 
     # against hacking
     length_penalty: NonNegative = 0.0
-    """Weight of the squared within-prompt correlation of score and log length; 0 = off, 0.1 to 1 where the data love
-    length."""
+    """Weight of the squared distance of the within-prompt correlation of score and log length from length_target;
+    0 = off, 1 where the data love length."""
+    length_target: Annotated[float, Field(ge=-1, le=1)] | None = None
+    """What length_penalty holds the correlation to. None = that of the ranks of the same answers, so that scores love
+    length as much as people do and no more (0 with length_head); 0 = length must not show at all, which costs accuracy
+    where people have reasons to prefer longer answers."""
     length_head: bool = False
-    """A second head learns length so that the first need not (ODIN, Chen et al. 2024); only the first is kept. Its
-    squared correlation weighs length_penalty, or 1 where that is 0."""
+    """A second head learns length so that the first need not (ODIN, Chen et al. 2024); only the first is kept, whose
+    correlation length_penalty weighs, or 1 where that is 0."""
     max_spread: AboveZero | None = None
     """Within-prompt deviation of the scores above which a penalty sets in; None = off."""
     baits_per_ranking: Annotated[int, Field(ge=0)] = 0
@@ -100,6 +104,8 @@ class RewardConfig(Section):
     def _fits(self) -> RewardConfig:
         if self.train == "head" and self.lora is not None:
             raise ValueError("train: head leaves nothing for lora to adapt; take one of them")
+        if self.length_target is not None and not (self.length_penalty or self.length_head):
+            raise ValueError("length_target is what length_penalty holds the scores to; set length_penalty above 0")
         if self.attributes:
             self._attributes_fit()
         if self.ensemble > 1 and (self.attributes or self.length_head):

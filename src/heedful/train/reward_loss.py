@@ -197,7 +197,7 @@ class RewardLoss:
         return torch.stack(costs).sum()
 
     def _with_slopes(self, batches: Sequence[RankingBatch]) -> list[Part]:
-        """Parts with the slopes of weight · ρ², and with a length head of − its own correlation."""
+        """Parts with the slopes of weight · (ρ − target)², and with a length head of − its own correlation."""
         quality: list[tuple[Tensor, RankingBatch]] = []
         length: list[tuple[Tensor, RankingBatch]] = []
         with torch.no_grad():
@@ -207,12 +207,25 @@ class RewardLoss:
                 if self.length_head is not None:
                     length.append((self.length_head.scalars(last_PKD)[..., None], batch))
         leaves = [scores_PKH.requires_grad_() for scores_PKH, _ in quality + length]
-        cost = self.length_weight * _mean([rho**2 for rho in _length_correlations(quality)])
+        correlations = zip(_length_correlations(quality), self._length_targets(quality), strict=True)
+        cost = self.length_weight * _mean([(rho - target) ** 2 for rho, target in correlations])
         if length:
             cost = cost - _length_correlations(length)[0]
         slopes = torch.autograd.grad(cost, leaves)
         num = len(batches)
         return [Part(b, slopes[n], slopes[num + n][..., 0] if length else None) for n, b in enumerate(batches)]
+
+    def _length_targets(self, found: Sequence[tuple[Tensor, RankingBatch]]) -> list[float]:
+        """Of each head: the recipe's, or the correlation that the ranks of these very answers have."""
+        pool, num_heads = pooled(found), found[0][0].shape[-1]
+        if self.config.length_target is not None or self.length_head is not None:
+            return [self.config.length_target or 0.0] * num_heads
+        taught = [(pool.ranks_PK, pool.mask_PK)]
+        if pool.head_ranks_HPK is not None:
+            taught = [(ranks_PK, pool.mask_PK & (ranks_PK > 0)) for ranks_PK in pool.head_ranks_HPK]
+        return [
+            float(preference.length_correlation(-x_PK.float(), pool.lengths_PK, mask_PK)) for x_PK, mask_PK in taught
+        ]
 
 
 def _soft(batch: RankingBatch, config: RewardConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from test_reward_loop import CPU, RATE, ranking, samples_of, separable, train
@@ -154,11 +155,12 @@ def test_REW_04_every_token_reads_each_answer_and_no_pad(folder):
         assert float(loss(part).loss) == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_length_penalty_follows_the_exact_gradient(folder):
+@pytest.mark.parametrize("target", [0.2, None])
+def test_the_length_penalty_follows_the_exact_gradient(folder, target):
     """Slopes found without gradient, then followed: the same as differentiating the penalty of the whole step."""
     model = scalar(folder)
     samples = voted_samples(model, 6, labels="ranks")
-    config = RewardConfig(length_penalty=0.7, micro_batch_tokens=150)
+    config = RewardConfig(length_penalty=0.7, length_target=target, micro_batch_tokens=150)
     loss = RewardLoss(model, config, seed=0)
     parts = loss.parts(micro_batches(samples, config, model.pad_id, attention_tokens=None))
     assert len(parts) > 1
@@ -172,10 +174,19 @@ def test_the_length_penalty_follows_the_exact_gradient(folder):
     found = float(correlation.detach())
     assert loss.step_metrics()["length_correlation"] == pytest.approx(found, abs=1e-5) and abs(found) > 0.05
     out = preference.ranking(scores, batch.ranks_PK, batch.mask_PK, denominator=6 - 1)  # one ranking is all tied
-    (out.loss + 0.7 * correlation**2).backward()
+    if target is None:
+        ranks, lengths = [], []
+        for s in samples:
+            rows = [[-rank for rank in s.ranks], [math.log(len(ids) - s.num_prompt_tokens) for ids in s.sequences]]
+            ranks += list(np.array(rows[0]) - np.mean(rows[0]))
+            lengths += list(np.array(rows[1]) - np.mean(rows[1]))
+        target = np.dot(ranks, lengths) / np.sqrt(np.dot(ranks, ranks) * np.dot(lengths, lengths))
+        assert abs(target) > 0.05
+    (out.loss + 0.7 * (correlation - target) ** 2).backward()
     whole = [p.grad for p in model.trainable_parameters().values()]
+    largest = max(float(b.abs().max()) for b in whole)
     for a, b in zip(cut, whole, strict=True):
-        assert torch.allclose(a, b, atol=1e-5)
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * largest)
 
 
 def long_wins(num, start=0):
@@ -187,7 +198,7 @@ def long_wins(num, start=0):
     ]
 
 
-@pytest.mark.parametrize("options", [{"length_penalty": 3.0}, {"length_head": True}])
+@pytest.mark.parametrize("options", [{"length_penalty": 3.0, "length_target": 0.0}, {"length_head": True}])
 def test_scores_are_kept_from_length(folder, tmp_path, options):
     """After the same training the scores follow length less, and the shorter good answer wins as often or more."""
     cards, correlations = [], []
@@ -201,6 +212,25 @@ def test_scores_are_kept_from_length(folder, tmp_path, options):
         correlations.append(float(preference.length_correlation(scores, batch.lengths_PK, batch.mask_PK)))
     assert correlations[0] > 0.3 and abs(correlations[1]) < 0.6 * correlations[0]
     assert cards[1].shorter_wins.value >= cards[0].shorter_wins.value
+
+
+def test_scores_love_length_as_much_as_the_ranks_do(folder, tmp_path):
+    """Without a target the penalty takes away what the scores lean on length beyond the ranks, and no more."""
+    gaps = []
+    for n, weight in enumerate((0.0, 10.0)):
+        model = scalar(folder)
+        samples = samples_of(model, long_wins(40))
+        train(model, samples, samples, tmp_path / str(n), epochs=3, length_penalty=weight)
+        batch = ranking_batch(samples, model.pad_id)
+        with torch.no_grad():
+            scores = model.ranking_scores(batch)
+        people, found = (
+            float(preference.length_correlation(x, batch.lengths_PK, batch.mask_PK))
+            for x in (-batch.ranks_PK.float(), scores)
+        )
+        assert 0.3 < people < 0.9
+        gaps.append(found - people)
+    assert abs(gaps[1]) < 0.1 and abs(gaps[1]) < abs(gaps[0]), gaps
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
