@@ -9,7 +9,7 @@ import torch
 from killing import Run, kill_and_compare, straight_run
 from outcome import first_difference
 
-from toy_parts import CPU
+from toy_parts import CPU, disturb
 
 RECIPE = """
 name: toy
@@ -39,6 +39,7 @@ ppo:
   skip_ratio_above: {skip_above}
   entropy_coefficient: 0.01
   ptx: {{coefficient: 0.5, prompts_per_step: 3}}
+  roles: {roles}
   value_from: {value_from}
   value_warmup_steps: 1
   optimizer: {{learning_rate: {rate}, schedule: cosine, warmup_fraction: 0.2}}
@@ -50,9 +51,12 @@ ppo:
   checkpoint: {{every_steps: 2, keep: 2}}
 """
 KINDS = {
-    "full": {"value_from": "reward", "lora": "null", "rate": "3e-3", "stop_above": 0.003, "skip_above": 1.002},
-    "lora and trunk": {"value_from": "trunk", "lora": "{rank: 4}", "rate": "1e-2", "stop_above": 0.003,
+    "full": {"roles": "null", "value_from": "reward", "lora": "null", "rate": "3e-3", "stop_above": 0.003,
+             "skip_above": 1.002},
+    "lora and trunk": {"roles": "null", "value_from": "trunk", "lora": "{rank: 4}", "rate": "1e-2", "stop_above": 0.003,
                        "skip_above": 1.0005},
+    "shared": {"roles": "shared", "value_from": "reward", "lora": "{rank: 4}", "rate": "1.3e-2", "stop_above": 0.003,
+               "skip_above": 1.0005},
 }  # fmt: skip
 
 
@@ -62,17 +66,20 @@ def new_run(processes, folder, recipe):
 
 @pytest.fixture(scope="module")
 def rewards(toy_model, tmp_path_factory):
-    """Two reward models with cards."""
+    """Reward models with cards, one of them an adapter on the policy."""
+    from heedful.config.section import LoraConfig
     from heedful.models.export import save_reward
     from heedful.models.roles import build_scalar
     from heedful.records import RewardCard
 
     folder = tmp_path_factory.mktemp("rewards")
-    for name, seed in (("reward", 0), ("other", 9)):
-        part = build_scalar(toy_model, lora=None, device=CPU, dtype=torch.float32, new_head=True, seed=seed)
+    for name, seed in (("reward", 0), ("other", 9), ("adapter", 0)):
+        lora = LoraConfig(rank=4) if name == "adapter" else None
+        part = build_scalar(toy_model, lora=lora, device=CPU, dtype=torch.float32, new_head=True, seed=seed)
+        disturb(part)
         card = RewardCard(name, 0.8, 0.7, 0.9, 10, 10, score_mean=0.3, score_std=2.0)
         save_reward(part.model, part.tokenizer, folder / name, score_mean=0.3, score_std=2.0, card=card)
-    return {"reward": folder / "reward", "other": folder / "other"}
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +89,9 @@ def straight(processes, toy_model, toy_data, rewards, tmp_path_factory):
 
     def of(kind):
         if kind not in made:
-            recipe = RECIPE.format(model=toy_model, data=toy_data, **rewards, **KINDS[kind])
+            reward = rewards / ("adapter" if kind == "shared" else "reward")
+            models = {"model": toy_model, "reward": reward, "other": rewards / "other"}
+            recipe = RECIPE.format(data=toy_data, **models, **KINDS[kind])
             folder = tmp_path_factory.mktemp("straight")
             made[kind] = recipe, *straight_run(lambda name: new_run(processes, folder / name, recipe))
         return made[kind]
@@ -107,7 +116,7 @@ def test_every_option_with_a_state_is_at_work(straight, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_kills"), [pytest.param("full", 50, marks=pytest.mark.slow), ("lora and trunk", 10)]
+    ("kind", "num_kills"), [pytest.param("full", 50, marks=pytest.mark.slow), ("lora and trunk", 10), ("shared", 10)]
 )
 def test_RES_04_RES_05_RES_07_kills_at_random_moments_with_every_option_on(
     processes, straight, tmp_path, kind, num_kills

@@ -18,6 +18,7 @@ from outcome import TIMINGS
 from heedful import pipeline
 from heedful.config.read import dotted_keys, load_recipe
 from heedful.config.recipe import Recipe
+from heedful.config.section import LoraConfig
 from heedful.errors import HeedfulError
 from heedful.models.parts import Part
 from heedful.rollout.hf import HFEngine
@@ -108,6 +109,7 @@ TABLE: dict[str, dict[str, Any]] = {
         **{f"ppo.checkpoint.{key}": value for key, value in CHECKPOINT.items()},
         **{f"ppo.rewards.<name>.{key}": value for key, value in REWARD_KEYS.items()},
         "ppo.disagreement_penalty": (3.0, {"model.reward": "{ensemble}"}),
+        "ppo.roles": ("shared", {"model.reward": "{adapter}", "ppo.lora": LORA}),
     },
     "evaluate": {
         "data.heldout_prompts": "{data}/more-prompts.jsonl", "evaluate.max_prompts": 3, "evaluate.max_new_tokens": 3,
@@ -148,8 +150,8 @@ class World:
         self._folder, self._made, self._numbers = folder, {}, itertools.count()
         self._places = {"model": model, "other": model_folder(folder / "other", seed=3), "data": folder,
                         "heads": model_folder(folder / "heads", scalar=2)}  # fmt: skip
-        for name, seed in (("reward", 0), ("other_reward", 9)):
-            part = build_scalar(model, lora=None, device=CPU, dtype=torch.float32, new_head=True, seed=seed)
+        for name, seed, lora in (("reward", 0, None), ("other_reward", 9, None), ("adapter", 0, LoraConfig(**LORA))):
+            part = build_scalar(model, lora=lora, device=CPU, dtype=torch.float32, new_head=True, seed=seed)
             card = RewardCard(name, 0.5, 0.4, 0.6, 10, 10, score_mean=0.3, score_std=2.0)
             save_reward(part.model, part.tokenizer, folder / name, score_mean=0.3, score_std=2.0, card=card)
             self._places[name] = folder / name

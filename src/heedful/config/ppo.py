@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -253,6 +253,10 @@ class PPOConfig(Section):
     """Prove the set-up before the first step, as `heedful check` does; costs about one step."""
     optimizer: PolicyOptimizer = PolicyOptimizer()
     value_optimizer: ValueOptimizer = ValueOptimizer()
+    roles: Literal["separate", "shared", "trunk"] | None = None
+    """separate: no part shares a weight with another. shared: all on one frozen base, each with adapters and a head of
+    its own, which needs a reward model with reward.lora on this policy. trunk: the value is a head on the policy. None:
+    as value_from and lora say."""
     lora: LoraConfig | None = None
     """Adapters for policy and value; the reference is then the policy with its adapters off, on the same base."""
     activation_checkpointing: bool = False
@@ -285,6 +289,23 @@ class PPOConfig(Section):
     def uses_own_reward(self) -> bool:
         """Whether this run's reward model (the reward stage's, or model.reward) is needed at all."""
         return self.value_from == "reward" or any(p.model == "run:reward" for p in self.reward_parts.values())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _roles_bring_what_they_need(cls, values: Any) -> Any:
+        needs: dict[str, dict[str, Any]] = {"shared": {"lora": {}}, "trunk": {"value_from": "trunk"}}
+        return {**needs.get(str(values.get("roles")), {}), **values} if isinstance(values, dict) else values
+
+    @model_validator(mode="after")
+    def _roles_fit(self) -> PPOConfig:
+        on_trunk = self.value_from in ("trunk", "frozen_trunk")
+        if self.roles in ("separate", "shared") and on_trunk:
+            raise ValueError(f"value_from: {self.value_from} is a head on the policy's trunk, which is roles: trunk")
+        if self.roles == "trunk" and not on_trunk:
+            raise ValueError(f"roles: trunk makes the value a head on the policy; value_from: {self.value_from} is not")
+        if self.roles == "shared" and self.lora is None:
+            raise ValueError("roles: shared trains adapters on one base; lora must not be null")
+        return self
 
     @model_validator(mode="after")
     def _fits(self) -> PPOConfig:

@@ -137,6 +137,12 @@ class Recipe(Section):
                     "the ppo stage needs a reward stage or model.reward (or ppo.rewards without run:reward and another "
                     "ppo.value_from)"
                 )
+            whole = self.reward is not None and self.reward.lora is None and self.reward.train != "head"
+            if self.ppo.roles == "shared" and self.ppo.uses_own_reward and whole:
+                raise ValueError(
+                    "ppo.roles: shared needs a reward model that is an adapter on the policy; set reward.lora (such as "
+                    "--reward.lora.rank 16)"
+                )
             if self.ppo.ptx and not (self.ppo.ptx.data or self.data.demonstrations):
                 raise ValueError("ppo.ptx needs ppo.ptx.data or data.demonstrations")
             if self.ppo.best and self.ppo.best.by == "gold" and not (self.evaluate and self.evaluate.gold):

@@ -139,7 +139,10 @@ def _save(
             (folder / name).write_text(text + "\n", encoding="utf-8")
         if is_adapted(model):
             # With the tokenizer beside it, PEFT's own loader grows the base to the trained vocabulary.
-            model.save_pretrained(folder / "adapter", save_embedding_layers=_vocabulary_grew(model))
+            model.save_pretrained(
+                folder / "adapter", selected_adapters=[model.active_adapter],  # not those of other parts on this base
+                save_embedding_layers=_vocabulary_grew(model),
+            )  # fmt: skip
             tokenizer.save_pretrained(folder / "adapter")
             for_transformers_4(folder / "adapter")
     return merged

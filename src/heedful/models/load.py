@@ -174,14 +174,18 @@ def load_scalar(
             f"{path}: the weights lack {lost[0]}, so scores would come from random numbers; train the model again"
         )
     if head == "new":
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(layer.weight.shape, generator=generator) / math.sqrt(layer.in_features + 1)
-        with torch.no_grad():
-            layer.weight.copy_(weight)
-            if layer.bias is not None:
-                layer.bias.zero_()
+        draw_head(layer, seed)
     ensure_pad(load_tokenizer(path), model)
     return _ready(model, device)
+
+
+@torch.no_grad()
+def draw_head(layer: torch.nn.Linear, seed: int) -> None:
+    """A new score head in place: normal with deviation 1/√(D+1), bias 0."""
+    generator = torch.Generator().manual_seed(seed)
+    layer.weight.copy_(torch.randn(layer.weight.shape, generator=generator) / math.sqrt(layer.in_features + 1))
+    if layer.bias is not None:
+        layer.bias.zero_()
 
 
 def num_outputs(path: Path) -> int:

@@ -5,12 +5,51 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 
 from heedful.errors import ModelError
+
+
+@final
+@dataclass(frozen=True)
+class Adapters:
+    """Which adapters one part computes with, on a model that it shares with other parts.
+
+    Every low-rank layer of the model reads what acts from one and the same list, so that a switch is one assignment,
+    whatever the number of layers. PEFT's set_adapter visits them all, makes trainable what it activates and freezes the
+    rest.
+    """
+
+    names: tuple[str, ...]
+    """None for the base alone"""
+    now: list[str]
+    """What acts at the moment, of all parts of the model"""
+
+    @contextmanager
+    def acting(self, names: Sequence[str] | None = None) -> Iterator[None]:
+        """Inside, these adapters (or ``names``) act and no others."""
+        before = self.now[:]
+        self.now[:] = self.names if names is None else names
+        try:
+            yield
+        finally:
+            self.now[:] = before
+
+    def own(self, parameter: str) -> bool:
+        """Whether the parameter of this name is in one of them, or in no adapter, as a head is."""
+        adapter = adapter_of(parameter)
+        return adapter is None or adapter in self.names
+
+
+def adapter_of(parameter: str) -> str | None:
+    """The adapter that a parameter is part of, by its name (….lora_A.NAME.weight)."""
+    words = parameter.split(".")
+    return next((words[i + 1] for i, word in enumerate(words[:-1]) if word.startswith("lora_")), None)
 
 
 def is_adapted(model: Any) -> bool:

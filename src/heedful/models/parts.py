@@ -19,7 +19,7 @@ from heedful.errors import ModelError
 from heedful.models.hardware import autocast
 from heedful.models.heads import Heads
 from heedful.models.load import scalar_head
-from heedful.models.lora import base_of, is_adapted
+from heedful.models.lora import Adapters, base_of, is_adapted
 from heedful.objectives.logprobs import exact_kl, token_logprobs
 from heedful.records import Message
 
@@ -30,9 +30,11 @@ class Part(ABC):
     """A transformers model (with LoRA adapters or without), its tokenizer, and where and how precisely it computes."""
 
     @abstractmethod
-    def __init__(self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype) -> None:
-        """``dtype`` is the compute precision; weights keep their own."""
-        self.model, self.tokenizer, self.device, self.dtype = model, tokenizer, device, dtype
+    def __init__(
+        self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype, adapters: Adapters | None = None
+    ) -> None:
+        """``dtype`` is the compute precision; weights keep their own. ``adapters``: where the model is shared."""
+        self.model, self.tokenizer, self.device, self.dtype, self.adapters = model, tokenizer, device, dtype, adapters
         self.pad_id = int(tokenizer.pad_token_id)
         self._packing_checked = False
 
@@ -43,11 +45,19 @@ class Part(ABC):
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Exactly what an optimizer may move, by name; tied weights once."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        own = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return own if self.adapters is None else {name: p for name, p in own.items() if self.adapters.own(name)}
+
+    def acting(self) -> AbstractContextManager[None]:
+        """Inside, a model that parts share computes with this part's adapters; any other model as ever."""
+        return nullcontext() if self.adapters is None else self.adapters.acting()
 
     def reference(self) -> AbstractContextManager[Any]:
-        """Inside, a model with adapters computes as if it had none (its scalar head: the original one)."""
-        if not is_adapted(self.model):
+        """Inside, a model with adapters computes as if it had none (its scalar head: the original one).
+
+        On a model that parts share every part computes with its own, and what is frozen there is a part of its own.
+        """
+        if self.adapters is not None or not is_adapted(self.model):
             return nullcontext()
         context: AbstractContextManager[Any] = self.model.disable_adapter()
         return context
@@ -81,7 +91,7 @@ class Part(ABC):
                 f"a sequence of {ids_BT.shape[1]} tokens is longer than the {limit} positions of this model; "
                 f"lower max_tokens, max_prompt_tokens or max_new_tokens"
             )
-        with autocast(self.device, self.dtype):
+        with autocast(self.device, self.dtype), self.acting():
             out = self.base.base_model(
                 input_ids=ids_BT, attention_mask=mask, position_ids=position_ids_BT, use_cache=False
             )
@@ -129,10 +139,13 @@ class Head:
 class LanguageModel(Part):
     """A policy or reference: log-probabilities of given tokens, without ever making [B, T, V] logits."""
 
-    def __init__(self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, adapters: Adapters | None = None
+    ) -> None:
         """Raises ModelError when our reading of the output layer does not give the model's own logits."""
-        super().__init__(model, tokenizer, device, dtype)
-        self._verify_head()
+        super().__init__(model, tokenizer, device, dtype, adapters)
+        with self.acting():
+            self._verify_head()
 
     @property
     def head(self) -> Head:
@@ -231,8 +244,9 @@ class ScalarModel(Part):
     """A reward or value model: one float32 number per sequence or per token."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, any_outputs: bool = False
-    ) -> None:
+        self, model: Any, tokenizer: Any, device: torch.device, dtype: torch.dtype, *, any_outputs: bool = False,
+        adapters: Adapters | None = None,
+    ) -> None:  # fmt: skip
         """The head is kept and computed in float32: scores are compared with each other, small differences count.
 
         Args:
@@ -241,7 +255,7 @@ class ScalarModel(Part):
         Raises:
             ModelError: no score head with one output.
         """
-        super().__init__(model, tokenizer, device, dtype)
+        super().__init__(model, tokenizer, device, dtype, adapters)
         self._head = scalar_head(self.base, any_outputs=any_outputs)
         self._head.float()
         self.heads: Heads | None = None

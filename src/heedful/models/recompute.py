@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from heedful.errors import ModelError
+from heedful.models.lora import Adapters
 from heedful.models.parts import Part
 
 
@@ -32,15 +34,18 @@ def recompute_activations(part: Part) -> int:
     for layer in layers:
         if "forward" not in vars(layer):  # else it is wrapped already
             # forward, not __call__: hooks on the layer then run once, not again in the backward
-            layer.forward = _recomputed(layer.forward)
+            layer.forward = _recomputed(layer.forward, part.adapters)
     return len(layers)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(forward: Callable[..., Any], adapters: Adapters | None) -> Callable[..., Any]:
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if adapters is not None:  # the backward may come when those of another part act
+            names = tuple(adapters.now)
+            kwargs["context_fn"] = lambda: (nullcontext(), adapters.acting(names))
         # nothing in our models is random (dropout is silenced), so no generator state needs to be kept
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 

@@ -3,6 +3,8 @@
     with LoRA     policy = base + adapters            reference = the same base, adapters off
                   value  = reward base + adapters     reward    = the same base and the original head, adapters off
     without LoRA  four models
+    separate      four models, with LoRA or without
+    shared        one base: see ``models/shared.py``
 
 A value that does not start as the reward model leaves that one alone: it is a second copy of the policy with a scalar
 head (policy), or nothing but a head on the policy's trunk (trunk, frozen_trunk).
@@ -16,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from heedful.models.load import load_causal, load_scalar, load_tokenizer
 from heedful.models.lora import add_lora, is_adapted
 from heedful.models.parts import Head, LanguageModel, Part, ScalarModel
 from heedful.models.recompute import recompute_activations
+from heedful.models.shared import LoraSettings, shared_parts
 from heedful.models.value import TrunkHead, Value
 from heedful.records import Message
 
@@ -35,15 +38,8 @@ ValueFrom = Literal["reward", "policy", "trunk", "frozen_trunk"]
 """Own model that starts as the reward model or as the policy, or a head on the policy's trunk, trained or frozen."""
 
 
-class LoraSettings(Protocol):
-    """What a recipe says about adapters (``config.recipe.LoraConfig``)."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def alpha(self) -> float: ...
-    @property
-    def targets(self) -> str: ...
+Sharing = Literal["separate", "shared", "trunk"]
+"""No part shares a weight with another, all sit on one base, or policy and value share a trunk."""
 
 
 @final
@@ -123,12 +119,14 @@ def build_policy(
     dtype: torch.dtype,
     attention: str = "auto",
     trained: bool = True,
+    weights: torch.dtype | None = None,
 ) -> LanguageModel:
     """A language model part. Trained weights are float32; under adapters the frozen base is in the compute dtype.
 
     ``trained=False`` without ``lora`` gives the frozen twin: float32 too, so that it computes as the trained one does.
+    ``weights`` is another dtype to hold them in.
     """
-    weights = torch.float32 if lora is None else dtype
+    weights = weights or (torch.float32 if lora is None else dtype)
     model = load_causal(path, dtype=weights, device=device, attention=attention)
     model = _with_trained_weights(model, lora, trained, task="causal")
     return LanguageModel(model, load_tokenizer(path), device, dtype)
@@ -192,6 +190,7 @@ def build_roles(
     value_scale: float = 1.0,
     activation_checkpointing: bool = False,
     new_reward_head: bool = False,
+    sharing: Sharing | None = None,
 ) -> Roles:
     """The parts of PPO from an SFT policy's folder and, where there is one, a reward model's folder.
 
@@ -201,36 +200,45 @@ def build_roles(
             :class:`Value`); of no meaning to a value that does not start as the reward model.
         activation_checkpointing: of every trained model (see :func:`recompute_activations`).
         new_reward_head: ``reward_path`` is a language model's, which a random head makes a stand-in.
+        sharing: None shares bases where adapters allow it, as the table above says; on one base a value that starts as
+            the reward has that one's adapter, and ``value_lora`` says nothing.
 
     Raises:
         ModelError: a folder that does not hold what its part needs, or no reward model for a value that starts as it.
     """
-    policy = build_policy(policy_path, lora=policy_lora, device=device, dtype=dtype, attention=attention)
-    reference = policy
-    if not is_adapted(policy.model):
-        reference = build_policy(policy_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False)
+    if value_from == "reward" and reward_path is None:
+        raise ModelError("value_from: reward needs a reward model and there is none; take value_from: policy or trunk")
+    hardware: dict[str, Any] = {"device": device, "dtype": dtype, "attention": attention}
     value: ScalarModel | TrunkHead
     reward: ScalarModel | None = None
-    if value_from in ("trunk", "frozen_trunk"):
-        value = TrunkHead(policy, frozen=value_from == "frozen_trunk")
-    elif value_from == "policy":
-        value = build_scalar(
-            policy_path, lora=value_lora, device=device, dtype=dtype, attention=attention, new_head=True
-        )
-        value.set_head(torch.zeros(1, device=device))
-    elif reward_path is None:
-        raise ModelError("value_from: reward needs a reward model and there is none; take value_from: policy or trunk")
-    else:
-        value = build_scalar(
-            reward_path, lora=value_lora, device=device, dtype=dtype, attention=attention, new_head=new_reward_head
-        )
-        reward = value if is_adapted(value.model) else None
-    if reward is None and reward_path is not None:
-        weights = torch.float32 if value_lora is None else dtype
-        reward = build_scalar(
-            reward_path, lora=None, device=device, dtype=dtype, attention=attention, trained=False, weights=weights,
-            new_head=new_reward_head,
+    if sharing == "shared":
+        if policy_lora is None:
+            raise ModelError("parts on one base need adapters; give policy_lora")
+        parts = shared_parts(
+            policy_path, reward_path, lora=policy_lora, value_is_reward=value_from == "reward",
+            new_reward_head=new_reward_head, **hardware,
         )  # fmt: skip
+        policy, reference, value, reward = parts.policy, parts.reference, parts.value, parts.reward
+    else:
+        policy = build_policy(policy_path, lora=policy_lora, **hardware)
+        reference = policy
+        if not is_adapted(policy.model) or sharing == "separate":
+            held = torch.float32 if policy_lora is None else dtype
+            reference = build_policy(policy_path, lora=None, trained=False, weights=held, **hardware)
+        if value_from in ("trunk", "frozen_trunk"):
+            value = TrunkHead(policy, frozen=value_from == "frozen_trunk")
+        elif value_from == "policy":
+            value = build_scalar(policy_path, lora=value_lora, new_head=True, **hardware)
+            value.set_head(torch.zeros(1, device=device))
+        else:
+            assert reward_path is not None
+            value = build_scalar(reward_path, lora=value_lora, new_head=new_reward_head, **hardware)
+            reward = value if is_adapted(value.model) and sharing != "separate" else None
+        if reward is None and reward_path is not None:
+            held = torch.float32 if value_lora is None else dtype
+            reward = build_scalar(
+                reward_path, lora=None, trained=False, weights=held, new_head=new_reward_head, **hardware
+            )
     if activation_checkpointing:
         for part in (policy, value):
             if isinstance(part, Part):

@@ -213,6 +213,8 @@ def memory_advice(config: PPOConfig) -> str:
         advice.append("set ppo.activation_checkpointing to true")
     if config.lora is None:
         advice.append("train adapters only (--ppo.lora.rank 16)")
+    if config.roles is None and config.value_from == "reward":
+        advice.append("hold all parts on one base (--ppo.roles shared, with reward.lora)")
     advice.append(f"lower ppo.sampling.max_new_tokens (now {config.sampling.max_new_tokens})")
     return ", or ".join(advice)
 
