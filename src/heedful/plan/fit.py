@@ -14,6 +14,8 @@ from heedful.plan.memory import FLOAT32, MOMENTS, Setup, StagePlan, plan_memory,
 from heedful.plan.workload import StageWork
 
 Verdict = Literal["fits", "tight", "does not fit"]
+OWN_VALUE = ("reward", "policy")
+"""What a value model of its own starts as."""
 MARGIN = 0.9
 """Share of the usable memory below which a peak fits surely: the plan's own error is within a tenth."""
 
@@ -33,6 +35,8 @@ class Switch:
     cost: int
     """What it takes from speed or from what is trained, in a rank order: the sum is made small"""
     turn: Callable[[Setup], Setup]
+    is_of_the_value: bool = False
+    """Says where the value is; there is one answer to that"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ def remedy(setup: Setup, stage: Stage) -> Remedy | None:
     """The cheapest switches with which the stage fits; () where it does as it is, None where none suffice."""
     usable = setup.machine.usable_bytes
     switches = _switches(setup, stage)
-    sets = [chosen for num in range(len(switches) + 1) for chosen in itertools.combinations(switches, num)]
+    sets = [chosen for num in range(len(switches) + 1) for chosen in itertools.combinations(switches, num)
+            if sum(switch.is_of_the_value for switch in chosen) < 2]  # fmt: skip
     for chosen in sorted(sets, key=lambda chosen: sum(switch.cost for switch in chosen)):
         changed = setup
         for switch in chosen:
@@ -64,13 +69,9 @@ def not_yet(setup: Setup, stage: Stage) -> dict[str, int]:
     largest = plan.largest
     found: dict[str, int] = {}
     if stage == "ppo":
-        held = sum(m.held_bytes for m in ppo_models(setup))
-        frozen = [m for m in ppo_models(setup) if m.training is None or m.training.rank is not None]
-        of_frozen = sum(m.num_own * m.weight_bytes for m in frozen)
-        found["frozen weights in int8"] = largest.total_bytes - of_frozen + sum(m.num_own for m in frozen)
-        shared = _shared_bytes(setup)
-        if shared is not None:
-            found["all four parts on one base"] = largest.total_bytes - held + shared
+        models = [m for m in ppo_models(setup) if not m.on_policy and (m.training is None or m.training.rank)]
+        saved = sum(m.num_own * (m.weight_bytes - 1) for m in models)
+        found["frozen weights in int8"] = largest.total_bytes - saved
     optimizer = sum(size for name, size in largest.parts.items() if name.endswith("optimizer"))
     found["optimizer offloaded to main memory"] = largest.total_bytes - optimizer
     if setup.machine.num > 1:
@@ -78,15 +79,6 @@ def not_yet(setup: Setup, stage: Stage) -> dict[str, int]:
                     if name.endswith(("parameters", "gradients", "optimizer")))  # fmt: skip
         found[f"sharded over {setup.machine.num} devices"] = largest.total_bytes - state + state // setup.machine.num
     return {name: peak for name, peak in found.items() if peak < 0.98 * largest.total_bytes}
-
-
-def _shared_bytes(setup: Setup) -> int | None:
-    """One frozen base, adapters for policy and value that train, one for the reward; None without adapters."""
-    config = setup.recipe.ppo
-    if config is None or config.lora is None or setup.base != setup.reward:
-        return None
-    adapter = setup.base.num_lora(config.lora.rank, config.lora.targets)
-    return setup.base.num_causal * setup.s + 3 * adapter * FLOAT32
 
 
 def _plan(setup: Setup, stage: Stage) -> StagePlan:
@@ -101,7 +93,7 @@ def _switches(setup: Setup, stage: Stage) -> list[Switch]:
     """What heedful has for a stage and the recipe does not use yet, cheapest first."""
     if stage == "evaluate":
         return []
-    section, work = getattr(setup.recipe, stage), getattr(setup.work, stage)
+    recipe, section, work = setup.recipe, getattr(setup.recipe, stage), getattr(setup.work, stage)
     found = []
     if work is not None and work.largest.rows > (2 if stage == "reward" else 1):
         rows = 2 if stage == "reward" else 1
@@ -111,8 +103,12 @@ def _switches(setup: Setup, stage: Stage) -> list[Switch]:
     if stage == "ppo" and not section.activation_checkpointing:
         found.append(Switch("--ppo.activation_checkpointing true", 2,
                             lambda s: _with(s, stage, {"activation_checkpointing": True})))  # fmt: skip
-    if stage == "ppo" and section.value_from in ("reward", "policy"):
-        found.append(Switch("--ppo.value_from trunk", 4, lambda s: _with(s, stage, {"value_from": "trunk"})))
+    if stage == "ppo" and section.value_from in OWN_VALUE:
+        found.append(Switch("--ppo.value_from trunk", 4, lambda s: _with(s, stage, {"value_from": "trunk"}), True))
+    if stage == "ppo" and setup.base == setup.reward and section.roles is None and section.value_from in OWN_VALUE:
+        text = "--ppo.roles shared" + (" --reward.lora.rank 16" if not (recipe.reward and recipe.reward.lora) else "")
+        keys = {"roles": "shared", "lora": section.lora or LoraConfig()}
+        found.append(Switch(text, 4, lambda s: _with(s, stage, keys), True))
     if section.lora is None:
         found.append(Switch(f"--{stage}.lora.rank 16", 3, lambda s: _with(s, stage, {"lora": LoraConfig()})))
     return found

@@ -13,7 +13,7 @@ Gradients live from the first micro-batch of an optimizer step to its end, momen
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from heedful.config.recipe import Recipe, Stage
 from heedful.config.section import LoraConfig
@@ -72,6 +72,10 @@ class Model:
     """Of one weight of the model itself"""
     training: Training | None = None
     head_only: bool = False
+    frozen: bool = False
+    """Its adapters are held, not trained"""
+    on_policy: bool = False
+    """Its base is the policy's; adapters and head are all that it has of its own"""
 
     @property
     def num_own(self) -> int:
@@ -94,7 +98,7 @@ class Model:
     def held_bytes(self) -> int:
         """Weights; adapters are float32, as is a score head."""
         adapters = self.num_trained * FLOAT32 if self.training and self.training.rank is not None else 0
-        return self.num_own * self.weight_bytes + adapters
+        return adapters + (0 if self.on_policy else self.num_own * self.weight_bytes)
 
     @property
     def cast_bytes(self) -> int:
@@ -163,7 +167,7 @@ def _sft(setup: Setup) -> StagePlan:
     assert config is not None and work is not None
     policy = trained(setup, "policy", config.lora, scalar=False)
     held = {**_libraries(setup), **_of_models([policy]), **_moments([policy])}
-    phases = (Phase("train", {**held, **training_parts(policy, work.largest, setup)}), *_saving(held, policy))
+    phases = (Phase("train", {**held, **training_parts(policy, work.largest, setup)}), *_saving(setup, held, policy))
     return StagePlan("sft", phases, _disk([policy], policy, config.checkpoint.keep))
 
 
@@ -176,7 +180,7 @@ def _reward(setup: Setup) -> StagePlan:
     held = {**_libraries(setup), **_of_models([model]), **_moments([model])}
     if config.keep == "best":
         held["best weights"] = model.num_trained * FLOAT32
-    phases = (Phase("train", {**held, **training_parts(model, work.largest, setup)}), *_saving(held, model))
+    phases = (Phase("train", {**held, **training_parts(model, work.largest, setup)}), *_saving(setup, held, model))
     return StagePlan("reward", phases, _disk([model], model, config.checkpoint.keep))
 
 
@@ -201,16 +205,21 @@ def ppo_models(setup: Setup) -> list[Model]:
     """The parts of PPO that are models of their own, as ``models/roles.py`` builds them."""
     config = setup.recipe.ppo
     assert config is not None
-    lora, recompute = config.lora, config.activation_checkpointing
+    lora, recompute, s = config.lora, config.activation_checkpointing, setup.s
+    shared, separate = config.roles == "shared", config.roles == "separate"
     models = [trained(setup, "policy", lora, scalar=False, recompute=recompute)]
-    if lora is None:
-        models.append(Model("reference", setup.base, False, FLOAT32))
-    on_trunk = config.value_from in ("trunk", "frozen_trunk")
-    if not on_trunk:
+    if lora is None or separate:
+        models.append(Model("reference", setup.base, False, FLOAT32 if lora is None else s))
+    if config.value_from in ("reward", "policy"):
         shape = setup.reward if config.value_from == "reward" else setup.base
-        models.append(trained(setup, "value", lora, scalar=True, recompute=recompute, shape=shape))
-    if config.uses_own_reward and not (config.value_from == "reward" and lora is not None):
-        models.append(Model("reward", setup.reward, True, FLOAT32 if lora is None else setup.s))
+        value = trained(setup, "value", lora, scalar=True, recompute=recompute, shape=shape)
+        models.append(replace(value, on_policy=shared))
+    if shared and config.uses_own_reward:
+        of_reward = setup.recipe.reward.lora if setup.recipe.reward else lora
+        adapter = None if of_reward is None else training_of(of_reward)
+        models.append(Model("reward", setup.reward, True, s, adapter, frozen=True, on_policy=True))
+    elif config.uses_own_reward and (config.value_from != "reward" or lora is None or separate):
+        models.append(Model("reward", setup.reward, True, FLOAT32 if lora is None else s))
     models += [Model(f"reward {n}", shape, True, setup.s) for n, shape in enumerate(setup.more_rewards, start=2)]
     return models
 
@@ -236,8 +245,8 @@ def _ppo(setup: Setup) -> StagePlan:
     else:
         phases.append(Phase("train policy", {**held, **training_parts(policy, work.largest, setup)}))
         phases.append(Phase("train value", {**held, **training_parts(value, work.largest, setup)}))
-    phases += _saving(held, policy)
-    return StagePlan("ppo", tuple(phases), _disk([m for m in models if m.training], policy, config.checkpoint.keep))
+    phases += _saving(setup, held, policy)
+    return StagePlan("ppo", tuple(phases), _disk([m for m in models if not m.frozen], policy, config.checkpoint.keep))
 
 
 def _of_models(models: list[Model]) -> dict[str, int]:
@@ -245,7 +254,7 @@ def _of_models(models: list[Model]) -> dict[str, int]:
 
 
 def _moments(models: list[Model]) -> dict[str, int]:
-    return {f"{m.part}: optimizer": m.num_trained * MOMENTS for m in models if m.num_trained}
+    return {f"{m.part}: optimizer": m.num_trained * MOMENTS for m in models if m.num_trained and not m.frozen}
 
 
 def training_parts(model: Model, batch: Batch, setup: Setup) -> dict[str, int]:
@@ -311,11 +320,12 @@ def _rollout(setup: Setup, held: dict[str, int], rows: int, prompt: int, answer:
     return Phase("rollout", parts)
 
 
-def _saving(held: dict[str, int], model: Model) -> Iterator[Phase]:
+def _saving(setup: Setup, held: dict[str, int], model: Model) -> Iterator[Phase]:
     """A model with adapters is merged into a float32 copy when it is saved."""
     if model.training is not None and model.training.rank is not None:
         twice = model.shape.num_embedding if model.shape.tied and not model.scalar else 0  # under both of its names
-        yield Phase("save", {**held, "merged copy": int((model.num_own + twice) * FLOAT32 * (1 + HEAP_MERGE))})
+        holes = HEAP_MERGE if setup.machine.kind == "cpu" else 0.0
+        yield Phase("save", {**held, "merged copy": int((model.num_own + twice) * FLOAT32 * (1 + holes))})
 
 
 def _disk(models: list[Model], saved: Model, keep: int) -> dict[str, int]:
