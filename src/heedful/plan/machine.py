@@ -45,6 +45,10 @@ class Machine:
         """Of a number in the compute precision of a recipe."""
         return 4 if dtype == "float32" or (dtype == "auto" and not self.bfloat16) else 2
 
+    def num_flops(self, compute_bytes: int) -> float:
+        """Per second in that precision; float32 counts as eight times slower where bfloat16 has units of its own."""
+        return self.flops / (8 if compute_bytes == 4 and self.bfloat16 else 1)
+
     def is_eager(self, attention: str) -> bool:
         """Whether attention probabilities are written out."""
         return attention == "eager" or (attention == "auto" and self.kind == "cpu")
@@ -105,7 +109,7 @@ def this_machine(device: str = "auto") -> Machine:
         return Machine(found["cpu"], "cpu", memory, known["flops"], known["bytes_per_second"], bfloat16,
                        source="measured")  # fmt: skip
     return Machine(
-        found["cpu"], "cpu", memory, cores * (120e9 if bfloat16 else 60e9), 12e9 * min(cores, 8), bfloat16,
+        found["cpu"], "cpu", memory, cores * (850e9 if bfloat16 else 100e9), 12e9 * min(cores, 8), bfloat16,
         source="assumed",
     )  # fmt: skip
 

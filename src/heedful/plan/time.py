@@ -13,12 +13,15 @@ from heedful.config.recipe import Stage
 from heedful.plan.memory import DECODED_TOGETHER, Model, Setup, ppo_models, trained
 from heedful.plan.shape import ModelShape
 
-UTILISATION = {"cuda": 0.40, "cpu": 0.35}
-"""Share of the peak that a forward and backward reach; assumed. On a CPU of the measured or assumed matrix product."""
+FORWARD_SHARE = {"cuda": 0.50, "cpu": 0.35}
+TRAIN_SHARE = {"cuda": 0.40, "cpu": 0.15}
+"""Shares of the peak matrix product that a forward alone, and a forward with its backward, reach. On a CPU as measured
+with SmolLM2-135M on two quiet cores; on a GPU assumed, as is usual for models of a billion parameters and more."""
 BANDWIDTH_SHARE = 0.6
 """Share of the bandwidth that decoding reaches; assumed."""
-SECONDS_PER_LAYER = {"cuda": 60e-6, "cpu": 120e-6}
-"""Of one decoding step beyond arithmetic: PyTorch starts some 20 small operations per layer; assumed."""
+SECONDS_PER_LAYER = {"cuda": 0.5e-3, "cpu": 2.5e-3}
+"""Of one decoding step beyond arithmetic: PyTorch starts some 30 small operations per layer. CPU: measured with 16 rows
+of SmolLM2-135M; GPU: assumed."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def _ppo(setup: Setup) -> StageTime:
     if value is not None and config.uses_own_reward and "reward" not in models:
         score += forward(value.shape, tokens, row)  # the reward, on the value's base
     phases = [_rollout(setup, answers, work.tokens_per_step / answers - config.sampling.max_new_tokens + 1)]
-    phases.append(_work(setup, "score", score, 4 * policy.num_own * setup.s))
+    phases.append(_work(setup, "score", score, 4 * policy.num_own * setup.s, FORWARD_SHARE))
     trained_models = [policy] if value is None else [policy, value]
     for model in trained_models:
         one = _train(setup, model, tokens, 0 if model.scalar else counted, row)
@@ -109,7 +112,7 @@ def _train(setup: Setup, model: Model, tokens: float, counted: float, row_tokens
     operations = passes * forward(model.shape, tokens, row_tokens)
     operations += (4 if full else 3) * output(model.shape, counted)
     moved = model.num_trained * (3 * 4 + 4 * 4) + model.num_own * setup.s * passes
-    return _work(setup, "train", operations, moved)
+    return _work(setup, "train", operations, moved, TRAIN_SHARE)
 
 
 def _rollout(setup: Setup, answers: int, prompt_tokens: float) -> Work:
@@ -125,16 +128,22 @@ def _rollout(setup: Setup, answers: int, prompt_tokens: float) -> Work:
         attention = 4 * rows * length * shape.attention_width * shape.layers
         step = 2 * rows * (shape.num_linear_weights + shape.num_embedding) + attention
         read = shape.num_causal * s + 2 * rows * length * shape.kv_width * s * shape.layers
-        one = max(step / (machine.flops * UTILISATION[machine.kind]),
-                  read / (machine.bytes_per_second * BANDWIDTH_SHARE))  # fmt: skip
-        seconds += prefill / (machine.flops * UTILISATION[machine.kind])
-        seconds += new * (one + shape.layers * SECONDS_PER_LAYER[machine.kind])
+        speed = _speed(setup, FORWARD_SHARE)
+        seconds += prefill / speed
+        seconds += new * (
+            max(step / speed, read / (machine.bytes_per_second * BANDWIDTH_SHARE))
+            + shape.layers * SECONDS_PER_LAYER[machine.kind]
+        )
         operations += prefill + new * step
         moved += new * read
     return Work("rollout", operations, moved, seconds)
 
 
-def _work(setup: Setup, phase: str, operations: float, moved: float) -> Work:
-    machine = setup.machine
-    share = UTILISATION[machine.kind] * (0.5 if setup.s == 4 and machine.bfloat16 else 1)
-    return Work(phase, operations, moved, max(operations / (machine.flops * share), moved / machine.bytes_per_second))
+def _work(setup: Setup, phase: str, operations: float, moved: float, share: dict[str, float]) -> Work:
+    seconds = max(operations / _speed(setup, share), moved / setup.machine.bytes_per_second)
+    return Work(phase, operations, moved, seconds)
+
+
+def _speed(setup: Setup, share: dict[str, float]) -> float:
+    """Operations per second."""
+    return setup.machine.num_flops(setup.s) * share[setup.machine.kind]

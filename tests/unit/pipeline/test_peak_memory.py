@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from heedful.config.read import load_recipe
 from heedful.pipeline import memory
 from heedful.pipeline.memory import PeakMeter, compared
+from heedful.pipeline.stages import results, run
+from heedful.plan import shape
 from heedful.plan.memory import Phase, StagePlan
+from heedful.runs.files import read_json
 
 
 def test_the_meter_sees_what_was_held_since_it_began_and_not_before():
@@ -35,3 +39,29 @@ def test_where_the_mark_cannot_be_set_back_an_earlier_peak_is_not_compared(monke
 def test_without_a_plan_the_peak_is_there_all_the_same():
     found = compared(PeakMeter(torch.device("cpu")), None)
     assert found["measured_bytes"] > 0 and "error" not in found
+
+
+def test_a_run_saves_its_plan_and_every_stage_how_wrong_it_was(toy_recipe, tmp_path):
+    recipe_file = tmp_path / "toy.yaml"
+    recipe_file.write_text(toy_recipe)
+    recipe = load_recipe(
+        recipe_file, ["--output", str(tmp_path), "--reward", "null", "--ppo", "null", "--evaluate", "null"]
+    )
+    page = run(recipe)
+    assert [stage["stage"] for stage in read_json(tmp_path / "toy" / "plan.json")["stages"]] == ["sft"]
+    found = results(tmp_path / "toy")["sft"]
+    assert found["memory"]["planned_bytes"] > 2**28
+    assert found["peak_memory_bytes"] == found["memory"]["measured_bytes"] >= found["memory"]["start_bytes"]
+    assert '<th class="n">planned</th>' in page.read_text() and "no plan" not in page.read_text()
+
+
+def test_a_model_of_unknown_shape_runs_without_a_plan(toy_recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shape, "FAMILIES", ("gpt2",))
+    recipe_file = tmp_path / "toy.yaml"
+    recipe_file.write_text(toy_recipe)
+    recipe = load_recipe(
+        recipe_file, ["--output", str(tmp_path), "--reward", "null", "--ppo", "null", "--evaluate", "null"]
+    )
+    page = run(recipe)
+    assert "plan: none (heedful plan does not know models of type 'llama'" in capsys.readouterr().err
+    assert "no plan" in page.read_text() and "error" not in results(tmp_path / "toy")["sft"]["memory"]
