@@ -7,6 +7,8 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -175,8 +177,38 @@ def load_scalar(
         )
     if head == "new":
         draw_head(layer, seed)
+    elif dtype != torch.float32:
+        read_head(model, path)
     ensure_pad(load_tokenizer(path), model)
     return _ready(model, device)
+
+
+def saved_tensors(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
+    """The tensors in a folder's safetensors files by name, each read when it is asked for."""
+    from safetensors import safe_open
+
+    found: dict[str, Callable[[], torch.Tensor]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        handle = safe_open(str(file), framework="pt")
+        found |= {name: partial(handle.get_tensor, name) for name in handle.keys()}  # noqa: SIM118
+    return found
+
+
+@torch.no_grad()
+def read_head(model: Any, path: Path | str) -> None:
+    """Give a scalar model the head of a folder, in float32 whatever the trunk's dtype: rounding it moves every score.
+
+    Raises:
+        ModelError: no such head in the folder's files, or one of another shape.
+    """
+    head, saved = scalar_head(model, any_outputs=True).float(), saved_tensors(Path(path))
+    prefix = next(name for name, module in model.named_children() if module is head)
+    for name, parameter in head.named_parameters():
+        read = saved.get(f"{prefix}.{name}")
+        weights = None if read is None else read()
+        if weights is None or weights.shape != parameter.shape:
+            raise ModelError(f"{path}: the weights lack {prefix}.{name}, so scores would come from random numbers")
+        parameter.copy_(weights)
 
 
 @torch.no_grad()

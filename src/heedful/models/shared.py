@@ -15,9 +15,7 @@ the folder of that one must hold, weight by weight, what base and adapter give t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -27,15 +25,20 @@ from torch import Tensor, nn
 from heedful.errors import ModelError
 from heedful.models.folders import quiet
 from heedful.models.heads import load_heads
-from heedful.models.load import draw_head, load_causal, load_tokenizer, scalar_head
+from heedful.models.load import (
+    HEAD_NAMES,
+    draw_head,
+    load_causal,
+    load_tokenizer,
+    read_head,
+    saved_tensors,
+    scalar_head,
+)
 from heedful.models.lora import Adapters, adapter_of, add_lora, merged_state
 from heedful.models.parts import LanguageModel, ScalarModel
 
 POLICY, VALUE, REWARD = "default", "value", "reward"
 """Names of adapters; PEFT saves the first one at the top of a folder."""
-
-Weights = Mapping[str, Callable[[], Tensor]]
-"""The tensors of a folder by name, each read when it is asked for."""
 
 
 class LoraSettings(Protocol):
@@ -102,9 +105,11 @@ def shared_parts(
     reward = None
     if reward_path is not None:
         reward = part(ScalarModel, _scorer(causal, device), reward_path, *[REWARD] * trained_adapter)
-        _fill_head(reward, None if new_reward_head else saved_tensors(Path(reward_path)), reward_path)
         reward.freeze_head()
-        if not new_reward_head:
+        if new_reward_head:
+            draw_head(scalar_head(reward.base), seed=0)
+        else:
+            read_head(reward.base, reward_path)
             _require_same_base(model, reward, Path(reward_path), Path(policy_path))
             reward.heads = load_heads(reward_path, device)
     value_path = reward_path if reward_path is not None and value_is_reward else policy_path
@@ -211,35 +216,6 @@ def _scorer(causal: Any, device: torch.device) -> Any:
     return scorer.eval()
 
 
-def _fill_head(part: ScalarModel, saved: Weights | None, path: Path | str) -> None:
-    """The head of a reward model's folder; None draws one."""
-    head = scalar_head(part.base)
-    if saved is None:
-        draw_head(head, seed=0)
-        return
-    for name, parameter in head.named_parameters():
-        full = f"{_head_name(part)}.{name}"
-        if full not in saved:
-            raise ModelError(f"{path}: the weights lack {full}, so scores would come from random numbers")
-        _copy(parameter, saved[full](), f"{path}: {full}")
-
-
-def _head_name(part: ScalarModel) -> str:
-    head = scalar_head(part.base)
-    return next(name for name, module in part.base.named_children() if module is head)
-
-
-def saved_tensors(folder: Path) -> Weights:
-    """The tensors in a folder's safetensors files; nothing is read yet."""
-    from safetensors import safe_open
-
-    found: dict[str, Callable[[], Tensor]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        handle = safe_open(str(file), framework="pt")
-        found |= {name: partial(handle.get_tensor, name) for name in handle.keys()}  # noqa: SIM118
-    return found
-
-
 def _require_same_base(model: Any, reward: ScalarModel, path: Path, policy_path: Path) -> None:
     """The reward model as it was saved is base, adapter and head.
 
@@ -247,16 +223,16 @@ def _require_same_base(model: Any, reward: ScalarModel, path: Path, policy_path:
         ModelError: some weight of it is another.
     """
     assert reward.adapters is not None
-    head = f"{_head_name(reward)}."
-    left = {name: read for name, read in saved_tensors(path).items() if not name.startswith(head)}
-    relative = 1e-5 if reward.dtype == torch.float32 else 2**-7  # the base is rounded then
+    left = {name: read for name, read in saved_tensors(path).items() if name.split(".")[0] not in HEAD_NAMES}
     odd: str | None = None
     with reward.adapters.acting(reward.adapters.names or (VALUE,)):  # a new adapter is 0
         for name, ours in merged_state(model, dtype=torch.float32):
             if name not in left:
                 continue  # the language model's output layer
-            theirs = left.pop(name)().to(ours)
-            if ours.shape != theirs.shape or not torch.allclose(theirs, ours, rtol=relative, atol=1e-6):
+            theirs = left.pop(name)().to(ours.device)
+            if not reward.adapters.names:  # was trained and saved beside a trunk in float32
+                theirs = theirs.to(reward.dtype)
+            if ours.shape != theirs.shape or not torch.allclose(theirs.float(), ours, rtol=1e-5, atol=1e-5):
                 odd = name
                 break
     if odd or left:

@@ -185,9 +185,10 @@ def test_the_values_adapter_is_a_copy_of_the_rewards_whatever_its_shape(rewards:
     assert torch.equal(roles.value.part.scores(IDS, ONES).detach(), streams(roles)["reward"])
 
 
-def test_a_reward_of_which_the_head_alone_was_trained(rewards: Any) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_reward_of_which_the_head_alone_was_trained(dtype: torch.dtype, rewards: Any) -> None:
     paths = rewards(lora=None)
-    one, other = streams(build(*paths)), streams(build(*paths, "separate"))
+    one, other = (streams(build(*paths, sharing, dtype=dtype)) for sharing in ("shared", "separate"))
     for name in one:
         assert gap(one[name], other[name]) < 1e-5, name
 
@@ -225,6 +226,9 @@ def test_a_reward_model_that_is_no_adapter_on_this_policy_is_refused(rewards: An
     deeper = folder("Llama", name="deeper", seed=5, num_hidden_layers=3)
     with pytest.raises(ModelError, match="not both in this adapter and in the policy"):
         build(deeper, reward)
+    policy, reward = rewards(dtype=torch.bfloat16)  # an adapter on the rounded policy
+    with pytest.raises(ModelError, match=r"is another.*in the same model\.dtype"):
+        build(policy, reward)
     with pytest.raises(ModelError, match="need adapters"):
         build(policy, reward, policy_lora=None)
 
