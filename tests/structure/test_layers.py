@@ -69,8 +69,8 @@ def test_objectives_import_torch_and_batches_only():
 
 
 LIGHT = ["errors", "records", "config.read", "runs.folder", "runs.reader", "runs.metrics", "runs.progress",
-         "control.kl", "control.schedule", "plan.shape", "audit.audit", "report.build",
-         "pipeline.scorer", "cli.main"]  # fmt: skip
+         "control.kl", "control.schedule", "plan.fit", "plan.time", "audit.audit", "report.build",
+         "pipeline.plan", "pipeline.scorer", "cli.main"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LIGHT)

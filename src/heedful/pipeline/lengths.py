@@ -6,6 +6,7 @@ counted, and for the mean as many spread over the file.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from heedful.records import Demonstration, Message, Ranking
 
 NUM_COUNTED = 256
 """Texts counted for the longest, and as many for the mean."""
+ATTENTION_SLOWER = 2
+"""As in ``models.packing``, which needs torch."""
 T = TypeVar("T")
 
 
@@ -123,24 +126,29 @@ def _reward(recipe: Recipe, count: TokenCounter, shape: ModelShape) -> StageWork
     if config is None or recipe.data.rankings is None:
         return None
     records = load_rankings(data_path(recipe.data.rankings), on_bad_row=recipe.data.on_bad_row)
-    found = (_ranking(r, count, config.max_tokens) for r in _longest(records, _num_characters))
-    shapes = sorted((shape for shape in found if shape is not None), key=lambda shape: -shape.num_tokens)
+    longest = (_ranking(r, count, config.max_tokens) for r in _longest(records, _num_characters))
+    shapes = sorted((found for found in longest if found is not None), key=lambda found: -found.num_tokens)
     attention = attention_tokens(shape) if config.share_prompts else None
-    step = shapes[: config.prompts_per_step]
-    groups = ranking_batches(step, config.micro_batch_tokens, attention)
-    rows = [ranking_rows([step[i] for i in group], attention) for group in groups]
-    widest = max(rows, key=lambda found: padded_tokens(found) * row_width(found))
-    largest = Batch(len(widest), row_width(widest), 0, len(rows), packed=attention is not None)
-    spread = [r for r in (_ranking(r, count, config.max_tokens) for r in _spread(records)) if r is not None]
-    mean = sum(r.num_tokens for r in spread) / max(1, len(spread))
+    sampled = (_ranking(r, count, config.max_tokens) for r in _spread(records))
+    spread = [found for found in sampled if found is not None]
+    num, budget = config.prompts_per_step, config.micro_batch_tokens
+    # long rankings make wide rows; shorter ones fill the budget
+    steps = [shapes[:num], *(spread[i : i + num] for i in range(0, len(spread), num))]
+    batches = [
+        [ranking_rows([step[i] for i in group], attention) for group in ranking_batches(step, budget, attention)]
+        for step in steps
+    ]
+    kept_as = attention or attention_tokens(shape)
+    rows = max(itertools.chain(*batches), key=lambda rows: padded_tokens(rows) * (1 + row_width(rows) / kept_as))
+    largest = Batch(len(rows), row_width(rows), 0, max(map(len, batches)), packed=attention is not None)
+    mean = sum(found.num_tokens for found in spread) / max(1, len(spread))
     num_trained = len(records) * (1 if recipe.data.heldout_rankings else 1 - recipe.data.heldout_fraction)
-    steps = max(1, round(config.epochs * num_trained / config.prompts_per_step))
-    return StageWork(largest, steps, config.prompts_per_step * mean)
+    return StageWork(largest, max(1, round(config.epochs * num_trained / num)), num * mean)
 
 
 def attention_tokens(shape: ModelShape) -> float:
     """As ``models.packing`` finds it for a model of this shape that can pack rankings."""
-    return (shape.num_trunk - shape.num_embedding) / (2 * shape.layers * shape.attention_width) / 3
+    return (shape.num_trunk - shape.num_embedding) / (2 * shape.layers * shape.attention_width) / ATTENTION_SLOWER
 
 
 def _ranking(record: Ranking, count: TokenCounter, max_tokens: int) -> RankingShape | None:

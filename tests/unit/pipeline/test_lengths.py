@@ -1,0 +1,86 @@
+"""The lengths that a plan reads from the data are those that the stages train on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from heedful.config.read import load_recipe
+from heedful.data import tokenise
+from heedful.data.chat import answer_ids, prompt_ids
+from heedful.data.load import load_demonstrations, load_prompts, load_rankings
+from heedful.data.pairs import training_ranks
+from heedful.models.load import load_scalar, load_tokenizer
+from heedful.models.packing import attention_tokens as attention_tokens_of_model
+from heedful.models.parts import ScalarModel
+from heedful.pipeline.lengths import TokenCounter, attention_tokens, of_data
+from heedful.plan.shape import read_shape
+from heedful.plan.workload import of_limits
+
+
+@pytest.fixture()
+def recipe(toy_recipe, tmp_path):
+    path = tmp_path / "toy.yaml"
+    path.write_text(toy_recipe)
+    return load_recipe(path, ["--data.max_prompt_tokens", "200"])
+
+
+def test_tokens_are_counted_as_the_template_makes_them(recipe, toy_model):
+    tokenizer, count = load_tokenizer(toy_model), TokenCounter(toy_model)
+    for prompt in load_prompts(recipe.data.prompts):
+        assert count.messages(prompt.messages) == len(prompt_ids(tokenizer, prompt.messages))
+    for ranking in load_rankings(recipe.data.rankings):
+        for answer in ranking.answers:
+            assert count.text(answer.text) + 1 == len(answer_ids(tokenizer, answer.text))
+
+
+def test_the_largest_batches_are_those_of_the_stages(recipe, toy_model):
+    from heedful.train.reward import micro_batches as reward_batches
+    from heedful.train.sft import micro_batches as sft_batches
+
+    tokenizer, shape = load_tokenizer(toy_model), read_shape(toy_model)
+    work = of_data(recipe, toy_model, shape)
+    assert work.source == "the data" and work.sft and work.reward and work.ppo
+    samples = tokenise.demonstrations(
+        load_demonstrations(recipe.data.demonstrations),
+        tokenizer,
+        max_tokens=128,
+        too_long="drop",
+        train_on="assistant",
+    ).samples
+    longest = sorted(samples, key=lambda sample: -len(sample.ids))[: recipe.sft.prompts_per_step]
+    first = sft_batches(longest, recipe.sft, 0)[0]
+    assert (work.sft.largest.rows, work.sft.largest.row_tokens) == tuple(first.inputs_BT.shape)
+    assert work.sft.largest.counted_tokens == pytest.approx(first.num_counted_tokens, rel=0.1)
+    records = load_rankings(recipe.data.rankings)
+    rankings = tokenise.rankings(records, [training_ranks(r) for r in records], tokenizer, max_tokens=128).samples
+    widest = sorted(rankings, key=lambda r: -sum(map(len, r.sequences)))[: recipe.reward.prompts_per_step]
+    batches = reward_batches(widest, recipe.reward, 0, attention_tokens=attention_tokens(shape))
+    sizes = [tuple(batch.ids_RT.shape) for batch in batches]
+    largest = work.reward.largest
+    assert largest.num_per_step == len(sizes)
+    assert largest.rows * largest.row_tokens == pytest.approx(max(r * t for r, t in sizes), rel=0.1)
+    assert work.prompt_tokens == max(len(prompt_ids(tokenizer, p.messages)) for p in load_prompts(recipe.data.prompts))
+
+
+def test_wide_rows_weigh_as_they_do_on_the_model(toy_model):
+    import torch
+
+    device, dtype = torch.device("cpu"), torch.float32
+    model = load_scalar(toy_model, dtype=dtype, device=device, head="new")
+    part = ScalarModel(model, load_tokenizer(toy_model), device, dtype)
+    assert attention_tokens(read_shape(toy_model)) == pytest.approx(attention_tokens_of_model(part), rel=0.01)
+
+
+@pytest.mark.parametrize("broken", ["no such file", "no tokenizer", "a bad row"])
+def test_what_cannot_be_read_leaves_the_recipes_limits(recipe, toy_model, tmp_path, broken):
+    folder, shape = toy_model, read_shape(toy_model)
+    if broken == "no tokenizer":
+        folder = tmp_path
+    else:
+        rows = tmp_path / "rows.jsonl"
+        if broken == "a bad row":
+            rows.write_text(json.dumps({"nothing": "known"}) + "\n")
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"demonstrations": str(rows)})})
+    assert of_data(recipe, folder, shape) == of_limits(recipe, shape.max_positions)
