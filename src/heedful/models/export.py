@@ -18,7 +18,7 @@ from heedful.models.lora import base_of, is_adapted, merged_state, num_merged
 from heedful.models.parts import ScalarModel
 from heedful.models.portable import ending_at_the_score, for_transformers_4
 from heedful.models.tokens import agree, end_ids
-from heedful.models.verify import SELF_TEST, self_test
+from heedful.models.verify import SELF_TEST, TOLERANCE, self_test
 from heedful.models.verify import verify_reward as verify_reward
 from heedful.records import RewardCard
 
@@ -43,7 +43,7 @@ def save_policy(
     Raises:
         ModelError: nothing to merge, or weights and tokenizer do not fit each other.
     """
-    return _save(model, tokenizer, Path(path), dtype, {**(extra or {})}, {})
+    return _save(model, _plain_model(model, dtype=dtype), tokenizer, Path(path), {**(extra or {})}, {})
 
 
 def save_reward(
@@ -61,7 +61,8 @@ def save_reward(
 
     One label, ``problem_type`` regression (so that no pipeline applies a sigmoid), a pad id that is no end token, chat
     template in the folder; ``reward_norm.json`` holds mean, deviation and quantiles of the scores (the config mean and
-    deviation), ``reward_selftest.json`` twenty texts with the scores of this very model (see :func:`verify_reward`).
+    deviation), ``reward_selftest.json`` twenty texts with the scores of the weights as they are saved
+    (see :func:`verify_reward`).
 
     Args:
         score_mean, score_std: over held-out answers, in raw score units.
@@ -72,30 +73,52 @@ def save_reward(
         the number of tensors that adapters were merged into.
 
     Raises:
-        ModelError: a head with other than one output, or a pad token that ends turns.
+        ModelError: a head with other than one output, a pad token that ends turns, or merged weights that score
+            otherwise than the live model does.
     """
     scalar_head(base_of(model))
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id in end_ids(tokenizer, base_of(model)):
         raise ModelError("the pad token ends turns too, so other tools would score one token early; see ensure_pad")
     quantiles = card.score_quantiles if card is not None else {}
+    plain = _plain_model(model, dtype=dtype)
     extra: dict[str, Any] = {
         "reward_norm.json": {"mean": score_mean, "std": score_std, "quantiles": quantiles},
-        SELF_TEST: self_test(_as_saved(model, tokenizer, dtype, heads)),
+        SELF_TEST: _self_test(model, plain, tokenizer, heads),
     }
     if heads is not None:
         extra[HEADS_FILE] = heads.to_json()
     if card is not None:
         extra[CARD_FILE] = card.to_json()
     settings = {"problem_type": "regression", "num_labels": 1, "mean": score_mean, "std": score_std}
-    return _save(model, ending_at_the_score(tokenizer), Path(path), dtype, extra, settings)
+    return _save(model, plain, ending_at_the_score(tokenizer), Path(path), extra, settings)
 
 
-def _as_saved(model: Any, tokenizer: Any, dtype: torch.dtype | None, heads: Heads | None) -> ScalarModel:
-    """The live model as a part that computes in the precision of the saved weights, or else of its own."""
-    weight = next(base_of(model).base_model.parameters())
-    part = ScalarModel(model, tokenizer, weight.device, dtype or weight.dtype)
-    part.heads = heads
-    return part
+def _self_test(model: Any, plain: Any, tokenizer: Any, heads: Heads | None) -> dict[str, Any]:
+    """The self-test of the weights that are saved; merged ones must score as the live model does with its adapters.
+
+    Where that computes in 16 bits, as nearly as the merged weights do when they are computed in 16 bits.
+    """
+
+    def scored(which: Any, dtype: torch.dtype) -> dict[str, Any]:
+        part = ScalarModel(which, tokenizer, next(which.parameters()).device, dtype)
+        part.heads = heads
+        return self_test(part)
+
+    def gap(a: dict[str, Any], b: dict[str, Any]) -> float:
+        return max(abs(x["score"] - y["score"]) for x, y in zip(a["pairs"], b["pairs"], strict=True))
+
+    saved_dtype, live_dtype = (next(x.base_model.parameters()).dtype for x in (plain, base_of(model)))
+    saved = scored(plain, saved_dtype)
+    if is_adapted(model) and saved["pairs"]:
+        largest = max(1.0, *(abs(pair["score"]) for pair in saved["pairs"]))
+        allowed = TOLERANCE * largest + 4 * gap(saved, scored(plain, live_dtype))
+        found = gap(saved, scored(model, live_dtype))
+        if not found <= allowed:
+            raise ModelError(
+                f"the merged weights score up to {found:.3g} away from the model with its adapters, where its "
+                f"arithmetic explains {allowed:.3g}; nothing was saved"
+            )
+    return saved
 
 
 def load_reward_card(path: Path | str) -> RewardCard | None:
@@ -114,17 +137,8 @@ def load_reward_card(path: Path | str) -> RewardCard | None:
 
 
 def _save(
-    model: Any,
-    tokenizer: Any,
-    path: Path,
-    dtype: torch.dtype | None,
-    extra: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    model: Any, plain: Any, tokenizer: Any, path: Path, extra: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> int:
-    merged = num_merged(model)
-    if is_adapted(model) and dtype is None:
-        dtype = torch.float32
-    plain = _plain_model(model, dtype=dtype)
     for name, value in settings.items():
         setattr(plain.config, name, value)
     agree(tokenizer, plain)
@@ -145,16 +159,21 @@ def _save(
             )  # fmt: skip
             tokenizer.save_pretrained(folder / "adapter")
             for_transformers_4(folder / "adapter")
-    return merged
+    return num_merged(model)
 
 
 def _plain_model(model: Any, *, dtype: torch.dtype | None = None) -> Any:
     """A model of the plain class around the merged weights; untouched weights are shared with the live model.
 
+    Args:
+        dtype: of its weights; None keeps them, or float32 for merged ones.
+
     Raises:
         ModelError: the merged weights are not exactly those of the plain class.
     """
     base = base_of(model)
+    if is_adapted(model) and dtype is None:
+        dtype = torch.float32
     state = dict(merged_state(model, dtype=dtype))
     config = copy.deepcopy(base.config)
     if _trained_apart(base, state):
@@ -166,6 +185,10 @@ def _plain_model(model: Any, *, dtype: torch.dtype | None = None) -> Any:
     except RuntimeError as error:
         raise ModelError(f"{type(base).__name__} cannot be saved: {' '.join(str(error).split())[:300]}") from error
     plain.tie_weights()
+    for name, module in plain.named_modules():  # rotary frequencies and the like, which no state dict holds
+        for key, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[key] = base.get_submodule(name)._buffers[key]
     if getattr(base, "generation_config", None) is not None:
         plain.generation_config = copy.deepcopy(base.generation_config)
     return plain.eval()

@@ -29,12 +29,12 @@ F32, BF16 = torch.float32, torch.bfloat16
 LORA = LoraConfig(rank=4)
 
 
-def saved(folder, *, lora=None, dtype=F32, kind="Llama", save_dtype=None):
+def saved(folder, *, lora=None, dtype=F32, kind="Llama", save_dtype=None, scale=0.05):
     """A trained-looking live model and the folder that it was saved in."""
     torch.manual_seed(4)
     model_folder(folder / "base", kind=kind)
     part = build_scalar(folder / "base", lora=lora, device=CPU, dtype=dtype, new_head=True)
-    disturb(part, scale=0.05)
+    disturb(part, scale=scale)
     card = RewardCard("out", 0.8, 0.7, 0.9, 10, 60, score_quantiles={"0.05": -1.0, "0.5": 0.1})
     save_reward(part.model, part.tokenizer, folder / "out", score_mean=0.5, score_std=2.0, card=card, dtype=save_dtype)
     return part, folder / "out"
@@ -151,17 +151,43 @@ def test_a_folder_that_is_not_as_it_was_saved_is_refused(tmp_path, damage, said)
         verify_reward(path)
 
 
-@pytest.mark.parametrize("options", [{"lora": LORA, "dtype": BF16}, {"save_dtype": BF16}], ids=["base", "file"])
-def test_sixteen_bits_are_checked_more_loosely(tmp_path, options):
-    _, path = saved(tmp_path, **options)
-    assert json.loads((path / SELF_TEST).read_text())["dtype"] == "bfloat16"
-    found = verify_reward(path)
-    assert found.tolerance > 1e-4 and found.largest_gap <= found.tolerance
+def turned_round(path):
     weights = load_file(path / "model.safetensors")
     weights["score.weight"] = -weights["score.weight"]
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_sixteen_bits_are_checked_more_loosely(tmp_path):
+    _, path = saved(tmp_path, save_dtype=BF16)
+    assert json.loads((path / SELF_TEST).read_text())["dtype"] == "bfloat16"
+    found = verify_reward(path)
+    assert found.tolerance > 1e-4 and found.largest_gap <= found.tolerance
+    turned_round(path)
     with pytest.raises(ModelError, match="when the model was saved"):
         verify_reward(path)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 0.05])
+def test_adapters_on_a_sixteen_bit_base_are_merged_and_checked_in_float32(tmp_path, scale):
+    """However small the update: bfloat16 would swallow it, and its noise is no reason to call a folder damaged."""
+    _, path = saved(tmp_path, lora=LORA, dtype=BF16, scale=scale)
+    assert json.loads((path / SELF_TEST).read_text())["dtype"] == "float32"
+    found = verify_reward(path)
+    assert found.tolerance == pytest.approx(1e-4, rel=10) and found.largest_gap <= found.tolerance
+    turned_round(path)
+    with pytest.raises(ModelError, match="when the model was saved"):
+        verify_reward(path)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_merge_that_went_wrong_is_not_saved(tmp_path, monkeypatch, dtype):
+    from peft.tuners.lora.layer import Linear
+
+    delta = Linear.get_delta_weight
+    monkeypatch.setattr(Linear, "get_delta_weight", lambda self, adapter: -delta(self, adapter))
+    with pytest.raises(ModelError, match="score up to .* away from the model with its adapters"):
+        saved(tmp_path, lora=LORA, dtype=dtype)
+    assert not (tmp_path / "out").exists()
 
 
 def test_texts_that_template_or_positions_refuse_are_left_out(tmp_path):
