@@ -14,27 +14,29 @@ from torch import Tensor
 
 from heedful.errors import ModelError
 
+_NO_ADAPTER = "no adapter"
+
 
 @final
 @dataclass(frozen=True)
 class Adapters:
     """Which adapters one part computes with, on a model that it shares with other parts.
 
-    Every low-rank layer of the model reads what acts from one and the same list, so that a switch is one assignment,
-    whatever the number of layers. PEFT's set_adapter visits them all, makes trainable what it activates and freezes the
-    rest.
+    Every layer of the model reads what acts from one and the same list, so that a switch is one assignment. PEFT visits
+    all layers for it (a tenth of a second where there are 210), makes trainable what it activates and freezes the rest.
     """
 
     names: tuple[str, ...]
-    """None for the base alone"""
+    """No name for the base alone"""
     now: list[str]
-    """What acts at the moment, of all parts of the model"""
+    """What acts at the moment, of all parts of the model (see :func:`one_list`)"""
 
     @contextmanager
     def acting(self, names: Sequence[str] | None = None) -> Iterator[None]:
         """Inside, these adapters (or ``names``) act and no others."""
         before = self.now[:]
-        self.now[:] = self.names if names is None else names
+        # a name that no layer knows, since a kept head takes none for the first one
+        self.now[:] = (self.names if names is None else names) or (_NO_ADAPTER,)
         try:
             yield
         finally:
@@ -50,6 +52,24 @@ def adapter_of(parameter: str) -> str | None:
     """The adapter that a parameter is part of, by its name (….lora_A.NAME.weight)."""
     words = parameter.split(".")
     return next((words[i + 1] for i, word in enumerate(words[:-1]) if word.startswith("lora_")), None)
+
+
+def one_list(model: Any) -> list[str]:
+    """Let every layer with adapters read what acts from one list, which is returned; at rest all is as it was.
+
+    PEFT's own set_adapter and disable_adapter give every layer a list of its own again, so they must not be called then.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    layers = [m for m in model.modules() if isinstance(m, (LoraLayer, AuxiliaryTrainingWrapper))]
+    found = layers[0]._active_adapter
+    if isinstance(found, list) and all(layer._active_adapter is found for layer in layers):
+        return found  # another part has done it
+    now = [str(model.active_adapter)]
+    for layer in layers:
+        layer._active_adapter = now
+    return now
 
 
 def is_adapted(model: Any) -> bool:

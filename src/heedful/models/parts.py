@@ -19,7 +19,7 @@ from heedful.errors import ModelError
 from heedful.models.hardware import autocast
 from heedful.models.heads import Heads
 from heedful.models.load import scalar_head
-from heedful.models.lora import Adapters, base_of, is_adapted
+from heedful.models.lora import Adapters, base_of, is_adapted, one_list
 from heedful.objectives.logprobs import exact_kl, token_logprobs
 from heedful.records import Message
 
@@ -36,6 +36,8 @@ class Part(ABC):
         """``dtype`` is the compute precision; weights keep their own. ``adapters``: where the model is shared."""
         self.model, self.tokenizer, self.device, self.dtype, self.adapters = model, tokenizer, device, dtype, adapters
         self.pad_id = int(tokenizer.pad_token_id)
+        alone = is_adapted(model) and adapters is None
+        self._off = Adapters((), one_list(model)) if alone else None
         self._packing_checked = False
 
     @property
@@ -57,10 +59,7 @@ class Part(ABC):
 
         On a model that parts share every part computes with its own, and what is frozen there is a part of its own.
         """
-        if self.adapters is not None or not is_adapted(self.model):
-            return nullcontext()
-        context: AbstractContextManager[Any] = self.model.disable_adapter()
-        return context
+        return nullcontext() if self._off is None else self._off.acting()
 
     def hidden(self, batch: TokenBatch) -> Tensor:
         """Last hidden states [B, T, D] after the final norm, from the trunk alone: no logits are made.

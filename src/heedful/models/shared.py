@@ -34,7 +34,7 @@ from heedful.models.load import (
     saved_tensors,
     scalar_head,
 )
-from heedful.models.lora import Adapters, adapter_of, add_lora, merged_state
+from heedful.models.lora import Adapters, adapter_of, add_lora, merged_state, one_list
 from heedful.models.parts import LanguageModel, ScalarModel
 
 POLICY, VALUE, REWARD = "default", "value", "reward"
@@ -96,7 +96,7 @@ def shared_parts(
         _add_copy(model)
     else:
         model.add_adapter(VALUE, copy.deepcopy(model.peft_config[POLICY]))
-    now = _one_list(model)
+    now = one_list(model)
     _train_only(model, (POLICY, VALUE))
 
     def part(kind: Any, of: Any, path: Path | str, *names: str) -> Any:
@@ -168,17 +168,6 @@ def _copy(parameter: Tensor, weights: Tensor, what: str) -> None:
     if parameter.shape != weights.shape:
         raise ModelError(f"{what} has the shape {list(weights.shape)}, and {list(parameter.shape)} is needed")
     parameter.copy_(weights)
-
-
-def _one_list(model: Any) -> list[str]:
-    """The list from which every low-rank layer reads what acts; at rest the policy's."""
-    from peft.tuners.lora import LoraLayer
-
-    now = [POLICY]
-    for module in model.modules():
-        if isinstance(module, LoraLayer):
-            module._active_adapter = now
-    return now
 
 
 def _train_only(model: Any, adapters: tuple[str, ...]) -> None:

@@ -170,10 +170,27 @@ def test_a_switch_is_one_assignment_and_an_error_undoes_it(rewards: Any) -> None
     with pytest.raises(ZeroDivisionError), adapters.acting():
         assert layers[0].active_adapters == ["value"]
         with roles.reference.part.acting():
-            assert layers[0].active_adapters == []
+            assert layers[0].active_adapters == ["no adapter"]
         assert layers[0].active_adapters == ["value"]
         raise ZeroDivisionError
     assert layers[0].active_adapters == ["default"]
+
+
+def test_on_a_base_of_its_own_a_part_switches_its_adapters_off_the_same_way(rewards: Any) -> None:
+    roles = build(*rewards(), None)
+    for part in (roles.policy, roles.value.part):
+        move(part.trainable_parameters())
+    assert not torch.equal(streams(roles)["policy"], streams(roles)["reference"])
+    modules = [m for m in roles.value.part.model.modules() if hasattr(m, "_active_adapter")]
+    assert len(modules) == 15 and len({id(m._active_adapter) for m in modules}) == 1  # the head is one of them
+    trained = [p.requires_grad for p in roles.value.part.model.parameters()]
+    with roles.value.part.reference():
+        assert [m.active_adapters for m in modules] == [["no adapter"]] * 15
+        assert trained == [p.requires_grad for p in roles.value.part.model.parameters()]
+    assert [m.active_adapters for m in modules] == [["default"]] * 15
+    expected = streams(roles)["reward"]
+    with roles.value.part.model.disable_adapter():  # PEFT's own way
+        assert torch.equal(roles.value.part.scores(IDS, ONES), expected)
 
 
 def test_the_values_adapter_is_a_copy_of_the_rewards_whatever_its_shape(rewards: Any) -> None:
