@@ -30,10 +30,11 @@ DECODED_TOGETHER = 64
 """Answers that the engine decodes at once (``rollout.engine.ANSWERS_TOGETHER``)."""
 
 
-HEAP_FULL, HEAP_ADAPTERS = 0.2, 0.45
+HEAP_FULL, HEAP_ADAPTERS, HEAP_RANKINGS = 0.2, 0.45, 0.6
 """On a CPU glibc leaves holes between the tensors that a forward keeps, where casts and gradients were; a share of the
-activations, measured. The adapters' float32 copies of their inputs make larger ones."""
-HEAP_MERGE = 0.3
+activations, measured. The adapters' float32 copies of their inputs make larger ones, and so do packed rankings,
+of which no two batches have one shape."""
+HEAP_MERGE = 0.35
 """The same for weights that are merged one after the other."""
 
 
@@ -269,6 +270,7 @@ def training_parts(model: Model, batch: Batch, setup: Setup) -> dict[str, int]:
         return {f"{model.part}: gradients": gradients,
                 "activations": activations.inference(shape, batch, s=s, residual=FLOAT32, eager=eager)}  # fmt: skip
     full = model.training.rank is None
+    share = HEAP_RANKINGS if model.scalar and batch.packed else HEAP_FULL if full else HEAP_ADAPTERS
     kept = activations.trunk(shape, batch, model.training, s=s, eager=eager)
     layer = activations.layer(shape, batch, model.training, s=s, eager=eager)
     working = activations.working(shape, batch, s=s, eager=eager)
@@ -281,15 +283,13 @@ def training_parts(model: Model, batch: Batch, setup: Setup) -> dict[str, int]:
     end = gradients + of_embedding + layer + working
     if end > start:
         parts = {"activations": layer + working, "embedding gradient": of_embedding}
-        return {f"{model.part}: gradients": gradients, **parts, **_holes(parts, setup, full)}
+        return {f"{model.part}: gradients": gradients, **parts, **_holes(parts, setup, share)}
     parts = {"activations": kept, "logits and output layer" if head > working else "working memory": max(head, working)}
-    return {f"{model.part}: gradients": there_at_start, **parts, **_holes(parts, setup, full)}
+    return {f"{model.part}: gradients": there_at_start, **parts, **_holes(parts, setup, share)}
 
 
-def _holes(parts: dict[str, int], setup: Setup, full: bool) -> dict[str, int]:
-    if setup.machine.kind != "cpu":
-        return {}
-    return {"holes in the heap": int((HEAP_FULL if full else HEAP_ADAPTERS) * sum(parts.values()))}
+def _holes(parts: dict[str, int], setup: Setup, share: float) -> dict[str, int]:
+    return {"holes in the heap": int(share * sum(parts.values()))} if setup.machine.kind == "cpu" else {}
 
 
 def _scoring(setup: Setup, models: list[Model], batch: Batch) -> dict[str, int]:

@@ -203,3 +203,15 @@ def test_time_on_two_cores_is_that_of_a_quiet_machine():
     seconds = {work.phase: work.seconds for work in plan_time(found)[-1].phases}
     measured = {"rollout": 3.6, "score": 1.8, "train policy": 4.0, "train value": 3.3}
     assert seconds == pytest.approx(measured, rel=0.25)
+
+
+def test_libraries_and_holes_in_the_heap_are_of_a_cpu():
+    cpu = Machine("cpu", "cpu", 24 * GIB, 1.7e12, 24e9)
+    ppo = {"lora": {"rank": 16}}
+    on_cpu, on_gpu = (
+        {name for phase in stage(setup("smollm2-135m", machine, ppo=ppo), "ppo").phases for name in phase.parts}
+        for machine in (cpu, gpu("l4"))
+    )
+    assert {"libraries", "holes in the heap"} <= on_cpu
+    assert "holes in the heap" not in on_gpu
+    assert stage(setup("smollm2-135m", gpu("l4"), ppo=ppo), "ppo").largest.parts["libraries"] == 0
