@@ -57,7 +57,7 @@ def adapter_of(parameter: str) -> str | None:
 def one_list(model: Any) -> list[str]:
     """Let every layer with adapters read what acts from one list, which is returned; at rest all is as it was.
 
-    PEFT's own set_adapter and disable_adapter give every layer a list of its own again, so they must not be called then.
+    PEFT's own set_adapter and disable_adapter give every layer a list of its own again: they must not be called then.
     """
     from peft.tuners.lora import LoraLayer
     from peft.utils.other import AuxiliaryTrainingWrapper

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from heedful.config.ppo import PPOConfig
 from heedful.config.section import LoraConfig
 from heedful.data.chat import end_token_ids
+from heedful.errors import GuardError
 from heedful.models.export import save_reward
 from heedful.models.load import load_scalar, load_tokenizer
 from heedful.models.lora import add_lora
@@ -17,6 +18,8 @@ from heedful.models.roles import Roles, build_roles, build_scalar
 from heedful.models.value import Value
 from heedful.rollout.hf import HFEngine
 from heedful.rollout.score import LearnedReward, Scoring
+from heedful.runs.folder import StageFolder
+from heedful.train.forensics import Recorder, read
 from heedful.train.selftest import run_self_test
 from toy_parts import CPU, disturb, model_folder, prompts
 from toy_ppo import largest_gap, train, weights
@@ -138,6 +141,18 @@ def test_a_checkpoint_holds_adapters_and_a_head_alone(folders, tmp_path):
     for part in ("policy", "value"):
         names = torch.load(folder / f"{part}.pt", weights_only=True)["weights"]
         assert names and all(".lora_" in name or name == "score.weight" for name in names)
+
+
+def test_a_replay_file_gives_other_parts_the_weights(folders, tmp_path):
+    roles, stage = build(folders), StageFolder(tmp_path, "ppo", 3)
+    for part in (roles.policy, roles.value):
+        disturb(part)
+    with pytest.raises(GuardError), Recorder(stage, roles, PPOConfig(roles="shared", lora=LORA)):
+        raise GuardError("as if")
+    (file,) = stage.path.glob("replay-*.pt")
+    fresh = build(folders)
+    read(file).put_weights(fresh)
+    assert largest_gap(weights(fresh), weights(roles)) == 0
 
 
 def test_every_proof_holds(folders):
