@@ -45,9 +45,12 @@ def add_parser(verbs: Any) -> None:
 def handle(arguments: argparse.Namespace) -> int:
     """Plan and print."""
     from heedful.config.read import load_recipe
+    from heedful.errors import ConfigError
     from heedful.pipeline.plan import setup_of, to_json
     from heedful.plan.machine import gpu
 
+    if arguments.gpus < 1 or (arguments.gpus > 1 and not arguments.gpu):
+        raise ConfigError(f"--gpus {arguments.gpus} says how many of the GPU that --gpu names: 1 or more, with --gpu")
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     if arguments.measure:
         from heedful.pipeline.measure import measure_machine

@@ -28,6 +28,8 @@ def setup_of(recipe: Recipe, machine: Machine | None = None, *, shape: str | Non
     Raises:
         ModelError: a model of which neither a folder nor a published shape is known.
     """
+    if shape and shape.lower() not in NAMED:
+        raise ModelError(f"shape {shape!r} is not in the list; it has {', '.join(NAMED)}")
     base_folder = None if shape else _folder_of(recipe.model.policy if _starts_at_policy(recipe) else recipe.model.name)
     base = _shape_of(shape or recipe.model.name, base_folder)
     reward = base

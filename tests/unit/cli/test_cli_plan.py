@@ -61,6 +61,10 @@ def test_keys_gpus_and_shapes_are_options(recipe, capsys):
     assert "sharded over 2 devices" in table
     assert main(["plan", recipe, "--gpu", "abacus"]) == 2
     assert "'abacus' is not in the list" in capsys.readouterr().err
+    assert main(["plan", recipe, "--shape", "8t"]) == 2
+    assert "shape '8t' is not in the list; it has smollm2-135m" in capsys.readouterr().err
+    assert main(["plan", recipe, "--gpus", "8"]) == 2
+    assert "with --gpu" in capsys.readouterr().err
 
 
 def test_no_torch_is_loaded(recipe):
@@ -82,3 +86,13 @@ def test_measured_speeds_are_kept_and_used(recipe, capsys, monkeypatch, tmp_path
     after = this_machine("cpu")
     assert (before.source, after.source) == ("assumed", "measured")
     assert after.flops == speeds["flops"] > 0 and after.bytes_per_second == speeds["bytes_per_second"] > 0
+
+
+def test_a_model_that_is_not_here_is_planned_by_its_published_shape_or_refused(recipe, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HEEDFUL_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert main(["plan", recipe, "--model.name", "Qwen/Qwen2.5-0.5B-Instruct", "--gpu", "h200"]) == 0
+    table = capsys.readouterr().out
+    assert "qwen2.5-0.5b: 494 M" in table and "the recipe's limits" in table
+    assert main(["plan", recipe, "--model.name", "nobody/nothing"]) == 2
+    assert "model 'nobody/nothing' is not on this machine" in capsys.readouterr().err
