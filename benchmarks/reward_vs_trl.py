@@ -34,8 +34,6 @@ from heedful.evaluate.reward_card import ScoredRanking, build_card
 from heedful.records import Accuracy, Message, Ranking
 
 SIDES = ("heedful", "trl")
-PAIRS_PER_FORWARD = 4
-"""Of TRL; heedful packs rankings into its budget of tokens."""
 
 
 def rows(rankings: Sequence[Ranking]) -> list[dict[str, Any]]:
@@ -60,14 +58,15 @@ def task_of(asked: argparse.Namespace) -> dict[str, Any]:
     from heedful.models import hardware
     from heedful.models.load import resolve
 
-    train, dev = (rows(load_rankings(file))[: asked.rankings] for file in (asked.train, asked.dev))
+    train, dev = rows(load_rankings(asked.train))[: asked.rankings], rows(load_rankings(asked.dev))
     num_steps = max(1, len(train) // asked.prompts_per_step)
-    pairs_per_step = max(PAIRS_PER_FORWARD, num_pairs(train) / num_steps)
+    pairs_per_step = max(asked.pairs_per_forward, num_pairs(train) / num_steps)
     return {
         "model": str(resolve(asked.model)), "train": train, "dev": dev, "max_tokens": asked.max_tokens,
         "learning_rate": asked.learning_rate, "epochs": asked.epochs, "threads": asked.threads, "seed": asked.seed,
-        "warmup_fraction": 0.1, "prompts_per_step": asked.prompts_per_step, "pairs_per_forward": PAIRS_PER_FORWARD,
-        "forwards_per_step": round(pairs_per_step / PAIRS_PER_FORWARD),
+        "warmup_fraction": 0.1, "prompts_per_step": asked.prompts_per_step,
+        "pairs_per_forward": asked.pairs_per_forward,
+        "forwards_per_step": round(pairs_per_step / asked.pairs_per_forward),
         "bfloat16": "bfloat16" in str(hardware.compute_dtype(hardware.device("cpu"), "auto")),
     }  # fmt: skip
 
@@ -194,10 +193,13 @@ def main() -> None:
     parser.add_argument("--trl_python", help="a python that has trl==1.16.0")
     parser.add_argument("--out", type=Path, default=Path("reward_vs_trl"), help="where scores are left")
     parser.add_argument("--only", choices=SIDES, help="run this side; the other's scores are taken from --out")
-    parser.add_argument("--rankings", type=int, help="so many of either file, for a quick try")
+    parser.add_argument("--rankings", type=int, help="so many to train on, for a quick try")
     parser.add_argument("--max_tokens", type=int, default=800, help="longer answers are left out of the training")
     parser.add_argument("--learning_rate", type=float, default=2e-5)
     parser.add_argument("--epochs", type=float, default=1.0)
+    parser.add_argument(
+        "--pairs_per_forward", type=int, default=4, help="of TRL; heedful packs rankings into a budget of tokens"
+    )
     parser.add_argument("--prompts_per_step", type=int, default=8, help="rankings per optimizer step")
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
