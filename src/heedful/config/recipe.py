@@ -137,12 +137,8 @@ class Recipe(Section):
                     "the ppo stage needs a reward stage or model.reward (or ppo.rewards without run:reward and another "
                     "ppo.value_from)"
                 )
-            whole = self.reward is not None and self.reward.lora is None and self.reward.train != "head"
-            if self.ppo.roles == "shared" and self.ppo.uses_own_reward and whole:
-                raise ValueError(
-                    "ppo.roles: shared needs a reward model that is an adapter on the policy; set reward.lora (such as "
-                    "--reward.lora.rank 16)"
-                )
+            if self.ppo.roles == "shared" and self.ppo.uses_own_reward:
+                self._reward_is_adapter()
             if self.ppo.ptx and not (self.ppo.ptx.data or self.data.demonstrations):
                 raise ValueError("ppo.ptx needs ppo.ptx.data or data.demonstrations")
             if self.ppo.best and self.ppo.best.by == "gold" and not (self.evaluate and self.evaluate.gold):
@@ -155,3 +151,16 @@ class Recipe(Section):
             if not (self.data.heldout_prompts or self.data.rankings or self.data.heldout_rankings):
                 raise ValueError("the evaluate stage needs data.heldout_prompts or data.rankings")
         return self
+
+    def _reward_is_adapter(self) -> None:
+        """As far as can be known before anything is trained."""
+        if self.reward is not None and self.reward.lora is None and self.reward.train != "head":
+            raise ValueError(
+                "ppo.roles: shared needs a reward model that is an adapter on the policy; set reward.lora (such as "
+                "--reward.lora.rank 16)"
+            )
+        if self.reward is None and self.sft is not None:
+            raise ValueError(
+                "ppo.roles: shared needs a reward model that is an adapter on the policy, and model.reward cannot be "
+                "one on what the sft stage has yet to train; add a reward stage with reward.lora, or give model.policy"
+            )

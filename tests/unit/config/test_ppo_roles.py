@@ -51,4 +51,8 @@ def test_a_shared_base_needs_a_reward_model_that_is_an_adapter():
         Recipe(**STAGES, ppo={"roles": "shared"})
     for reward in ({"lora": {}}, {"train": "head"}):
         Recipe(**{**STAGES, "reward": reward}, ppo={"roles": "shared"})
+    elsewhere = {**STAGES, "reward": None, "model": {"reward": "x"}}
+    with pytest.raises(ValidationError, match="has yet to train"):
+        Recipe(**elsewhere, ppo={"roles": "shared"})
+    Recipe(**{**elsewhere, "sft": None, "model": {"reward": "x", "policy": "y"}}, ppo={"roles": "shared"})
     Recipe(**STAGES, ppo={"roles": "shared", "value_from": "policy", "rewards": {"f": {"function": "a:b"}}})
