@@ -16,17 +16,15 @@ loading and scoring.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import sides
 
 from heedful.data.load import load_rankings
 from heedful.data.pairs import judged_answers, training_ranks, without_controls
@@ -123,33 +121,6 @@ def heedful_side(task: dict[str, Any], out: Path, keys: dict[str, Any]) -> dict[
     }  # fmt: skip
 
 
-def run_side(side: str, out: Path, task: dict[str, Any], asked: argparse.Namespace) -> dict[str, Any]:
-    """Run one side in a process of its own; its result, with the peak of its memory."""
-    here = Path(__file__).resolve()
-    task_file, result_file = out / "task.json", out / f"{side}.json"
-    task_file.write_text(json.dumps(task, ensure_ascii=False), encoding="utf-8")
-    result_file.unlink(missing_ok=True)
-    if side == "heedful":
-        command = [sys.executable, str(here), "--side", str(out), "--heedful", asked.heedful]
-    else:
-        command = [asked.trl_python, str(here.with_name("trl_side.py")), str(out)]
-    threads = str(task["threads"])
-    started = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"})
-    _, status, usage = os.wait4(started.pid, 0)  # of this child alone; getrusage gives the larger side's peak to both
-    if status or not result_file.exists():
-        raise SystemExit(f"the {side} side failed: {' '.join(command)}")
-    result = json.loads(result_file.read_text(encoding="utf-8"))
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    result |= {"peak_memory_bytes": usage.ru_maxrss * unit, "task": digest(task)}
-    result_file.write_text(json.dumps(result), encoding="utf-8")
-    return result
-
-
-def digest(task: Mapping[str, Any]) -> str:
-    """What a result belongs to."""
-    return hashlib.sha256(json.dumps(task, sort_keys=True).encode()).hexdigest()
-
-
 def table(dev: Sequence[Mapping[str, Any]], results: Mapping[str, Mapping[str, Any]], *, seed: int = 0) -> str:
     """The sides beside each other; every accuracy with its 95 % interval, which resamples prompts."""
     columns: list[list[str]] = [[
@@ -164,15 +135,14 @@ def table(dev: Sequence[Mapping[str, Any]], results: Mapping[str, Mapping[str, A
         ]
         card = build_card(scored, model=side, seed=seed)
         columns.append([
-            f"{side} {result['version']}", _share(card.accuracy, card.accuracy_low, card.accuracy_high),
+            sides.title(side, result), _share(card.accuracy, card.accuracy_low, card.accuracy_high),
             _share(card.over_pairs, card.over_pairs_low, card.over_pairs_high), _part(card.shorter_wins),
             _part(card.longer_wins), _share(card.length_accuracy), f"{card.num_pairs}, {card.num_prompts}",
             f"{result['num_pairs']}", f"{result['seconds']:.0f}, {result['core_seconds']:.0f}",
             f"{result['num_pairs'] / result['seconds']:.2f}, {result['num_pairs'] / result['core_seconds']:.2f}",
             f"{result['peak_memory_bytes'] / 2**30:.2f} GiB",
         ])  # fmt: skip
-    widths = [max(map(len, column)) for column in columns]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths)).rstrip() for line in zip(*columns))
+    return sides.table(columns)
 
 
 def _share(value: float | None, low: float | None = None, high: float | None = None) -> str:
@@ -186,13 +156,9 @@ def _part(found: Accuracy | None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = sides.parser(__doc__, out="reward_vs_trl", trl="trl==1.16.0", sides=SIDES)
     parser.add_argument("train", nargs="?", help="rankings to train on, in any format that heedful reads")
     parser.add_argument("dev", nargs="?", help="rankings to compare on")
-    parser.add_argument("--model", default="smollm2-135m", help="what both start from: alias or folder")
-    parser.add_argument("--trl_python", help="a python that has trl==1.16.0")
-    parser.add_argument("--out", type=Path, default=Path("reward_vs_trl"), help="where scores are left")
-    parser.add_argument("--only", choices=SIDES, help="run this side; the other's scores are taken from --out")
     parser.add_argument("--rankings", type=int, help="so many to train on, for a quick try")
     parser.add_argument("--max_tokens", type=int, default=800, help="longer answers are left out of the training")
     parser.add_argument("--learning_rate", type=float, default=2e-5)
@@ -201,34 +167,15 @@ def main() -> None:
         "--pairs_per_forward", type=int, default=4, help="of TRL; heedful packs rankings into a budget of tokens"
     )
     parser.add_argument("--prompts_per_step", type=int, default=8, help="rankings per optimizer step")
-    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--heedful", default="{}", metavar="JSON", help="more keys of heedful's reward section")
-    parser.add_argument("--side", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.side:
-        task = json.loads((asked.side / "task.json").read_text(encoding="utf-8"))
-        result = heedful_side(task, asked.side, json.loads(asked.heedful))
-        (asked.side / "heedful.json").write_text(json.dumps(result), encoding="utf-8")
+        task = sides.read(asked.out, "task")
+        sides.leave(asked.out, asked.side, heedful_side(task, asked.out, json.loads(asked.heedful)))
         return
     if asked.train is None or asked.dev is None:
         parser.error("name the two files of rankings")
-    sides = [asked.only] if asked.only else list(SIDES)
-    if "trl" in sides and not asked.trl_python:
-        parser.error("--trl_python names a python that has trl==1.16.0; --only heedful goes without")
-    asked.out.mkdir(parents=True, exist_ok=True)
     task = task_of(asked)
-    for side in sides:
-        run_side(side, asked.out, task, asked)
-    results: dict[str, dict[str, Any]] = {}
-    for side in SIDES:
-        file = asked.out / f"{side}.json"
-        found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-        if found is not None and found.get("task") == digest(task):
-            results[side] = found
-        elif found is not None:
-            print(f"{file} is of other data or settings and is left out")
-    print(table(task["dev"], results, seed=asked.seed))
+    print(table(task["dev"], sides.run(asked, task, SIDES, script=__file__), seed=asked.seed))
 
 
 if __name__ == "__main__":
