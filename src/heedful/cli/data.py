@@ -122,11 +122,15 @@ def run_split(args: argparse.Namespace) -> int:
     from heedful.data.files import write_jsonl
     from heedful.data.load import load
     from heedful.data.splits import split
+    from heedful.data.writing import refuse_to_replace
 
+    paths = [Path(args.out_dir) / f"{name}.jsonl" for name in ("train", "held_out")]
+    for path in paths:
+        refuse_to_replace(args.file, path)
     loaded = load(args.file, format=args.format, on_bad_row=args.on_bad_row, split=args.split)
     train, held_out = split(loaded.records, args.fraction, args.seed, threshold=args.threshold)
-    for name, records in (("train", train), ("held_out", held_out)):
-        write_jsonl(Path(args.out_dir) / f"{name}.jsonl", (record_row(record) for record in records))
+    for path, records in zip(paths, (train, held_out), strict=True):
+        write_jsonl(path, (record_row(record) for record in records))
     print(f"{loaded.summary()}; {len(train):,} to train.jsonl, {len(held_out):,} to held_out.jsonl in {args.out_dir}")
     return 0
 

@@ -16,7 +16,7 @@ from heedful.data.formats.preferences import write_implicit, write_messages, wri
 from heedful.data.formats.transcripts import write_hh
 from heedful.data.load import Loaded, load
 from heedful.data.pairs import to_pairs
-from heedful.data.writing import write_json, write_parquet
+from heedful.data.writing import refuse_to_replace, write_json, write_parquet
 from heedful.errors import DataError
 from heedful.records import PreferencePair, Ranking, Record
 
@@ -74,6 +74,7 @@ def convert(
         raise DataError(f"cannot export to {to!r}; {hint}Known are {', '.join(EXPORTS)}")
     if to == "verl" and Path(out).suffix != ".parquet":
         raise DataError(f"{out}: verl reads Parquet; name the output …{Path(out).stem}.parquet")
+    refuse_to_replace(source, out)
     kind = RECORD_EXPORTS[to][0] if to in RECORD_EXPORTS else "rankings"
     loaded = load(source, kind=kind, format=format, on_bad_row=on_bad_row, split=split)
     if to in RECORD_EXPORTS:

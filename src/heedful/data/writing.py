@@ -11,6 +11,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
+from heedful.errors import DataError
+
+
+def refuse_to_replace(source: str | Path, out: str | Path) -> None:
+    """Raises DataError when writing ``out`` would replace ``source``, under whatever name or link."""
+    if os.path.exists(source) and os.path.exists(out) and os.path.samefile(source, out):
+        raise DataError(f"{out}: this is the input {source} itself, which would be replaced; name another output")
+
 
 @contextmanager
 def _replacing(path: str | Path) -> Iterator[IO[bytes]]:

@@ -15,6 +15,7 @@ from heedful.data.load import load
 from heedful.data.pairs import consensus
 from heedful.data.prompts import prompt_of
 from heedful.data.shipped import data_path
+from heedful.data.writing import refuse_to_replace
 from heedful.errors import CheckpointError, DataError, EngineError, HeedfulError, ModelError
 from heedful.evaluate.spread import Spread, by_group, spread
 from heedful.pipeline.scorer import Outputs, kind_of, open_outputs
@@ -75,13 +76,15 @@ def score_file(
         cache: as of :func:`open_scorer`.
 
     Raises:
-        DataError: a file without answers, or as :func:`load`.
+        DataError: a file without answers, ``out`` is ``source`` itself, or as :func:`load`.
         CheckpointError: another process writes ``out``.
         HeedfulError: as the scorer, with the answers that it was asked about.
     """
     if not str(out).endswith((".jsonl", ".jsonl.gz", ".json", ".parquet")):
         raise DataError(f"{out}: name the output .jsonl, .jsonl.gz, .json or .parquet")
-    loaded = load(data_path(source), format=format, on_bad_row=on_bad_row, split=split)
+    path = data_path(source)
+    refuse_to_replace(path, out)
+    loaded = load(path, format=format, on_bad_row=on_bad_row, split=split)
     prompts, rows = [], []
     for record in loaded.records:
         for row in _rows(record):
