@@ -122,6 +122,8 @@ def _type_name(annotation: Any) -> str:
         return _type_name(get_args(annotation)[0])
     if get_origin(annotation) is dict:
         return "{" + ": ".join(map(_type_name, get_args(annotation))) + "}"
+    if get_origin(annotation) is tuple:
+        return f"list of {_type_name(get_args(annotation)[0])}"
     if isinstance(annotation, type):
         return annotation.__name__
     return " or ".join("none" if a is type(None) else _type_name(a) for a in get_args(annotation)) or str(annotation)

@@ -26,6 +26,9 @@ def _not_zero(weight: float) -> float:
     return weight
 
 
+AttributeWeight = Annotated[float, Field(ge=-100, le=100), AfterValidator(_not_zero)]
+
+
 class RewardConfig(Section):
     """The reward model: a scalar head on the SFT policy, read at the last token, trained on all pairs of a ranking."""
 
@@ -59,9 +62,9 @@ class RewardConfig(Section):
     """Weight of the squared mean score of a prompt's answers (Eisenstein et al. 2023); 0.01 keeps scores near 0."""
 
     # several heads
-    attributes: dict[Annotated[str, AfterValidator(word)], Annotated[float, AfterValidator(_not_zero)]] = {}
+    attributes: dict[Annotated[str, AfterValidator(word)], AttributeWeight] = {}
     """Attributes that the data rate, each with a head of its own, and what they weigh in the score in units of their
-    deviation; {} = off. overall is the ranking itself; below 0 = less of it is better."""
+    deviation; {} = off. overall is the ranking itself; below 0 = less of it is better; −100 to 100."""
 
     ensemble: Annotated[int, Field(ge=0, le=100)] = 0
     """So many heads, each on its own sample of the prompts (with replacement); the score is their mean, and where they

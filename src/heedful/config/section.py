@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -22,6 +22,24 @@ class Section(BaseModel):
     """Base of every part of a recipe."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic would read yes as 1."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if _holds(kind, bool) or not (_holds(kind, float) or _holds(kind, int)):
+            return value
+        items = value.items() if isinstance(value, dict) else ()
+        for name, item in [*items, *((None, x) for x in (value if isinstance(value, list) else [value]))]:
+            if isinstance(item, bool):
+                raise ValueError(f"{'' if name is None else f'{name} '}must be a number, not yes or no")
+        return value
+
+
+def _holds(annotation: Any, kind: type) -> bool:
+    """Whether a type is among the parts of an annotation."""
+    return annotation is kind or any(_holds(part, kind) for part in get_args(annotation))
 
 
 class OptimizerConfig(Section):

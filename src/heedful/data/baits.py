@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from heedful.data.tokenise import RankingSample
 from heedful.errors import DataError
+from heedful.runs.progress import tell
 
 _TRIES = 20
 """Draws for one bait before a ranking goes without it, since long prompts leave room for few answers."""
@@ -16,7 +17,7 @@ _TRIES = 20
 def with_baits(samples: Sequence[RankingSample], num_baits: int, *, max_tokens: int, seed: int) -> list[RankingSample]:
     """Each ranking with ``num_baits`` answers to other prompts behind all its own, tied with each other.
 
-    Where none of the answers drawn fits into ``max_tokens`` a ranking gets fewer.
+    Where none of the answers drawn fits into ``max_tokens`` a ranking gets fewer, which is said.
 
     Raises:
         DataError: not one bait was found, as when there is only one prompt.
@@ -25,10 +26,16 @@ def with_baits(samples: Sequence[RankingSample], num_baits: int, *, max_tokens: 
         return list(samples)
     draw = random.Random(f"{seed}/baits")
     baited = [_with_baits(sample, samples, num_baits, max_tokens, draw) for sample in samples]
-    if all(len(a.ranks) == len(b.ranks) for a, b in zip(baited, samples, strict=True)):
+    found = [len(a.ranks) - len(b.ranks) for a, b in zip(baited, samples, strict=True)]
+    if not any(found):
         raise DataError(
             "reward.baits_per_ranking: no answer to another prompt fits into any ranking; set it to 0, raise "
             "reward.max_tokens or train on more prompts"
+        )
+    if num_fewer := sum(num < num_baits for num in found):
+        tell(
+            f"reward.baits_per_ranking: {num_fewer:,} of {len(found):,} rankings got fewer than {num_baits:,} baits "
+            f"({min(found):,} to {max(found):,}), since no more answers to other prompts were found that fit"
         )
     return baited
 

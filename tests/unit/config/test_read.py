@@ -114,7 +114,8 @@ def test_help_explains_every_key():
         assert f"--{key}  (" in text or f"{key}: " in text, key
     assert "        \n" not in text, "a key without a description"
     assert "--ppo.kl.target  (float or none, default null)" in text
-    assert "metadata" not in text, "a type that is no word"
+    assert "metadata" not in text and "Ellipsis" not in text, "a type that is no word"
+    assert "--reward.learning_curve  (list of float, default []" in text
 
 
 def test_a_partly_written_section_keeps_the_other_defaults(tmp_path):
@@ -218,3 +219,20 @@ def test_overrides_may_complete_a_recipe(tmp_path):
     with pytest.raises(ConfigError, match="needs a reward stage or model.reward"):
         load_recipe(path, ["--seed", "1"])
     assert load_recipe(path, ["--model.reward", "somewhere"]).ppo.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--reward.attributes", "{helpful: yes}"], "--reward.attributes: helpful must be a number, not yes or no"),
+        (["--reward.learning_curve", "[0.5, no]"], "--reward.learning_curve: must be a number, not yes or no"),
+        (["--reward.min_accuracy", "true"], "--reward.min_accuracy: must be a number, not yes or no, got True"),
+        (["--reward.ensemble", "yes"], "--reward.ensemble: must be a number"),
+        (["--reward.length_target", "yes"], "--reward.length_target: must be a number"),
+        (["--reward.attributes", "{helpful: 1e308}"], "reward.attributes.helpful: input should be less than or .* 100"),
+    ],
+)
+def test_what_is_no_number_of_any_sense_is_refused(option, message):
+    assert load_recipe("quickstart", ["--reward.audit", "yes"]).reward.audit is True
+    with pytest.raises(ConfigError, match=message):
+        load_recipe("quickstart", option)

@@ -50,6 +50,15 @@ def test_no_baits_are_no_change_and_none_to_be_found_is_said():
         with_baits(SAMPLES[:1], 1, max_tokens=6, seed=0)
 
 
+def test_fewer_baits_than_asked_for_are_said(capsys):
+    with_baits(SAMPLES, 2, max_tokens=6, seed=0)
+    assert "baits" not in capsys.readouterr().err
+    with_baits(SAMPLES, 100, max_tokens=8, seed=0)
+    assert "baits_per_ranking: 3 of 3 rankings got fewer than 100 baits (3 to 4)" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
 @pytest.mark.parametrize("share", [False, True])
 def test_the_batch_tells_labels_lengths_and_baits(share):
     samples = with_baits(SAMPLES[:2], 1, max_tokens=9, seed=0)
