@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from heedful.errors import ModelError
 from heedful.models import cache
@@ -184,12 +185,17 @@ def load_scalar(
 
 
 def saved_tensors(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
-    """The tensors in a folder's safetensors files by name, each read when it is asked for."""
-    from safetensors import safe_open
+    """The tensors in a folder's safetensors files by name, each read when it is asked for.
 
+    Raises:
+        ModelError: a damaged file.
+    """
     found: dict[str, Callable[[], torch.Tensor]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        handle = safe_open(str(file), framework="pt")
+        try:
+            handle = safe_open(str(file), framework="pt")
+        except SafetensorError as error:
+            raise ModelError(f"{file}: cannot be loaded ({error})") from None
         found |= {name: partial(handle.get_tensor, name) for name in handle.keys()}  # noqa: SIM118
     return found
 
@@ -265,7 +271,7 @@ def _load(
                 local_files_only=True,
                 **options,
             )
-    except (OSError, ValueError, ImportError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, KeyError, SafetensorError) as error:
         if "Unrecognized configuration class" in str(error):
             kind = "sequence classifier (reward model)" if "Sequence" in factory.__name__ else "causal language model"
             raise ModelError(f"{path}: transformers has no {kind} for type {config.get('model_type')}") from None

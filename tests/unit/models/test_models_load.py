@@ -11,7 +11,7 @@ import torch
 from models_tiny import make_model, make_tokenizer
 
 from heedful.errors import ModelError
-from heedful.models.load import load_causal, load_scalar, load_tokenizer, resolve, scalar_head
+from heedful.models.load import load_causal, load_scalar, load_tokenizer, resolve, saved_tensors, scalar_head
 
 CPU = torch.device("cpu")
 F32 = torch.float32
@@ -111,6 +111,20 @@ def test_a_causal_folder_with_missing_weights_is_refused(folder: Callable[..., P
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="lack model.layers.1.mlp.up_proj.weight"):
         load_causal(path, dtype=F32, device=CPU)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1], ids=["empty", "no-header", "half-a-header", "cut"])
+def test_a_cut_file_of_weights_is_one_sentence(keep: int, folder: Callable[..., Path]) -> None:
+    path = folder("Qwen2")
+    weights = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(weights[:keep])
+    for read in (
+        lambda: load_causal(path, dtype=F32, device=CPU), lambda: saved_tensors(path),
+        lambda: load_scalar(path, dtype=F32, device=CPU, head="new"),
+    ):  # fmt: skip
+        with pytest.raises(ModelError, match=r": cannot be loaded \(") as caught:
+            read()
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
