@@ -19,14 +19,13 @@ import itertools
 import os
 import random
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import sides
 import torch
+from ceilings import Weights, bytes_per_second, matrix_operations_per_second, timed
 
 from heedful.data import tokenise
 from heedful.data.load import load_prompts
@@ -46,23 +45,6 @@ LINES = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Weights:
-    """What decoding multiplies by, in numbers of weights."""
-
-    trunk: int
-    head: int
-    bytes_each: int
-
-    @classmethod
-    def of(cls, policy: LanguageModel) -> Weights:
-        """Matrices of the trunk, and the output layer; an embedding is looked up and not multiplied by."""
-        model = policy.base
-        embedding = model.get_input_embeddings().weight.numel()
-        trunk = sum(p.numel() for p in model.base_model.parameters() if p.dim() == 2) - embedding
-        return cls(trunk, model.get_output_embeddings().weight.numel(), policy.dtype.itemsize)
-
-
 def bound_seconds(
     prompt_tokens: Sequence[int], answer_tokens: Sequence[int], weights: Weights, speeds: Mapping[str, float]
 ) -> dict[str, float]:
@@ -76,20 +58,6 @@ def bound_seconds(
         "bandwidth": reading * len(rows), "matrix": prefill + sum(multiplying),
         "step by step": prefill + sum(max(reading, seconds) for seconds in multiplying),
     }  # fmt: skip
-
-
-def ceilings(dtype: torch.dtype) -> dict[str, float]:
-    """What this machine reaches at its best: multiply-adds count twice, a copied byte is read and written."""
-    matrix, block = torch.randn(1024, 1024, dtype=dtype), torch.zeros(2**28, dtype=torch.uint8)
-    target = torch.empty_like(block)
-
-    def best(run: Callable[[], Any]) -> float:
-        return min([timed(run)[1] for _ in range(7)][1:])
-
-    return {
-        "flops": 2 * 1024**3 / best(lambda: torch.mm(matrix, matrix)),
-        "bytes_per_second": 2 * block.nbytes / best(lambda: target.copy_(block)),
-    }
 
 
 def engine_with_ends(policy: LanguageModel, share: float, seed: int) -> HFEngine:
@@ -116,13 +84,6 @@ def generate(model: Any, prompts: Sequence[list[int]], lengths: Sequence[int], p
     )  # fmt: skip
     if out.shape[1] - width != max(lengths):
         raise SystemExit("transformers' generate did not decode the lengths that it was given")
-
-
-def timed(run: Callable[[], Any]) -> tuple[Any, float, float]:
-    """What a call gives, its seconds on the clock and its seconds summed over cores."""
-    start, core_start = time.perf_counter(), time.process_time()
-    made = run()
-    return made, time.perf_counter() - start, time.process_time() - core_start
 
 
 def compare(asked: argparse.Namespace, samples: int, share: float) -> dict[str, Any]:
@@ -187,7 +148,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    speeds = ceilings(hardware.compute_dtype(torch.device("cpu"), asked.dtype))
+    speeds = {
+        "flops": matrix_operations_per_second(hardware.compute_dtype(torch.device("cpu"), asked.dtype)),
+        "bytes_per_second": bytes_per_second(),
+    }
     print(
         f"matrix product {speeds['flops'] / 1e9:.0f} GFLOP/s, bandwidth {speeds['bytes_per_second'] / 1e9:.1f} GB/s, "
         f"{asked.threads} threads"

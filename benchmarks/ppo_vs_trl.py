@@ -13,7 +13,8 @@ bfloat16 where the machine has it: heedful keeps trained weights in float32, TRL
 weights (the default) all its phases are fast and small, with float32 ones only its update computes in bfloat16.
 
 Seconds are medians over the updates after the warm-up, on the clock and summed over cores (which other work on the
-machine does not lengthen); peak memory is that of the whole process, with loading.
+machine does not lengthen); peak memory is that of the whole process, with loading. The share is of the speed of a
+large matrix product, measured first; an update counts what it must multiply, for policy and value together.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def task_of(asked: argparse.Namespace) -> dict[str, Any]:
 def heedful_side(task: dict[str, Any], out: Path, roles_mode: str, keys: dict[str, Any]) -> dict[str, Any]:
     """Train by ``train_ppo`` and time every update from one hand-over of the weights to the next."""
     import torch
+    from ceilings import Weights, matrix_operations_per_second, training_operations
 
     import heedful
     from heedful.config.ppo import PPOConfig
@@ -76,7 +78,8 @@ def heedful_side(task: dict[str, Any], out: Path, roles_mode: str, keys: dict[st
 
     torch.set_num_threads(task["threads"])
     seed_everything(task["seed"])
-    clock = sides.Clock()
+    dtype = torch.bfloat16 if task["bfloat16"] else torch.float32
+    clock, ceiling = sides.Clock(), matrix_operations_per_second(dtype)
 
     class TimedEngine(HFEngine):
         def sync(self, policy: LanguageModel, *, version: int) -> None:
@@ -91,8 +94,8 @@ def heedful_side(task: dict[str, Any], out: Path, roles_mode: str, keys: dict[st
     })  # fmt: skip
     roles = build_roles(
         task["model"], task["model"], policy_lora=config.lora, value_lora=config.lora, value_from=config.value_from,
-        device=torch.device("cpu"), dtype=torch.bfloat16 if task["bfloat16"] else torch.float32, new_reward_head=True,
-        sharing=config.roles, activation_checkpointing=config.activation_checkpointing,
+        device=torch.device("cpu"), dtype=dtype, new_reward_head=True, sharing=config.roles,
+        activation_checkpointing=config.activation_checkpointing,
     )  # fmt: skip
     assert roles.reward is not None
     scoring = Scoring([LearnedReward(roles.reward, micro_batch_tokens=config.micro_batch_tokens)])
@@ -104,19 +107,29 @@ def heedful_side(task: dict[str, Any], out: Path, roles_mode: str, keys: dict[st
     train_ppo(roles, scoring, prompts, config, stage, seed=task["seed"], engine=engine)
     clock.mark()
     log = read_stage(stage.path)
+    phases = {phase: log.column(f"ppo/{name}")[1] for name, phase in PHASES.items()}
+    answer_tokens = log.column("ppo/answer_tokens_mean")[1]
+    weights = Weights.of(roles.policy)
+    prompt_tokens = statistics.mean(len(row["ids"]) for row in task["prompts"])
+    operations = [
+        config.epochs * training_operations(
+            weights, read=task["batch"] * (prompt_tokens + n), counted=task["batch"] * n, full=config.lora is None,
+            trunks=2 if config.value_from in ("reward", "policy") else 1,
+        )
+        for n in answer_tokens
+    ]  # fmt: skip
     return {
-        "version": heedful.__version__, **clock.per_update(),
-        "phases": {phase: log.column(f"ppo/{name}")[1] for name, phase in PHASES.items()},
-        "answer_tokens": log.column("ppo/answer_tokens_mean")[1],
+        "version": heedful.__version__, **clock.per_update(), "phases": phases, "answer_tokens": answer_tokens,
+        "training_share": [n / seconds / ceiling for n, seconds in zip(operations, phases["training"])],
     }  # fmt: skip
 
 
 def table(task: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> str:
     """The sides beside each other, and every one's speed and memory as a multiple of TRL's."""
     columns: list[list[str]] = [[
-        "", "seconds per update", *[f"of which {phase}" for phase in PHASES.values()], "seconds of all cores",
-        "samples per second", "times TRL's, seconds", "times TRL's, seconds of all cores", "peak memory",
-        "times TRL's, peak memory", "tokens per answer",
+        "", "seconds per update", *[f"of which {phase}" for phase in PHASES.values()],
+        "training's share of the matrix product", "seconds of all cores", "samples per second", "times TRL's, seconds",
+        "times TRL's, seconds of all cores", "peak memory", "times TRL's, peak memory", "tokens per answer",
     ]]  # fmt: skip
 
     def middle(values: Sequence[float]) -> float:
@@ -126,8 +139,9 @@ def table(task: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> 
     for side, result in results.items():
         seconds, cores, memory = middle(result["seconds"]), middle(result["core_seconds"]), result["peak_memory_bytes"]
         known = {phase: f"{middle(values):.2f}" for phase, values in result["phases"].items()}
+        share = f"{middle(result['training_share']):.1%}" if "training_share" in result else ""
         columns.append([
-            sides.title(side, result), f"{seconds:.2f}", *[known.get(phase, "") for phase in PHASES.values()],
+            sides.title(side, result), f"{seconds:.2f}", *[known.get(phase, "") for phase in PHASES.values()], share,
             f"{cores:.2f}", f"{task['batch'] / seconds:.3f}",
             f"{middle(trl['seconds']) / seconds:.2f}" if trl else "",
             f"{middle(trl['core_seconds']) / cores:.2f}" if trl else "", f"{memory / 2**30:.2f} GiB",

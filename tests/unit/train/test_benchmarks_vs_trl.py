@@ -8,11 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from heedful.config.section import LoraConfig
+from heedful.models.roles import build_policy
 from toy_parts import model_folder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
+import ceilings  # noqa: E402
 import decode_speed  # noqa: E402
 import ppo_vs_trl  # noqa: E402
 import sft_vs_trl  # noqa: E402
@@ -58,6 +62,7 @@ def test_ppo_by_every_way_to_hold_the_models(model, prompts, tmp_path, monkeypat
         assert set(found["phases"]) == {"rollout", "scoring", "training"}
         for seconds, *phases in zip(found["seconds"], *found["phases"].values()):
             assert 0 < sum(phases) <= seconds
+        assert all(0 < share < 1 for share in found["training_share"])
 
 
 def test_an_answer_ends_at_the_end_token_unless_full_length_is_asked(model, prompts, tmp_path, monkeypatch):
@@ -76,7 +81,8 @@ def test_the_table_of_ppo_compares_updates_after_the_warm_up():
             "answer_tokens": [0.0, 3.0, 3.0, 3.0], "peak_memory_bytes": 2**30}  # fmt: skip
     trl = {**ours, "seconds": [0.0, 5.0, 5.0, 5.0], "core_seconds": [0.0, 10.0, 10.0, 10.0],
            "phases": {"rollout": [0.0, 2.0, 2.0, 2.0]}, "peak_memory_bytes": 2 * 2**30}  # fmt: skip
-    text = ppo_vs_trl.table(task, {"shared": ours, "trl": trl})
+    text = ppo_vs_trl.table(task, {"shared": {**ours, "training_share": [0.0, 0.1, 0.2, 0.3]}, "trl": trl})
+    assert figures(text, "training's share of the matrix product") == ["20.0%"]
     assert figures(text, "seconds per update") == ["2.00", "5.00"]
     assert figures(text, "of which rollout") == ["1.00", "2.00"] and figures(text, "of which scoring") == ["0.50"]
     assert figures(text, "samples per second") == ["4.000", "1.600"]
@@ -120,7 +126,7 @@ def test_decoding_beside_transformers(model, prompts, monkeypatch, capsys):
 
 
 def test_the_bounds_of_a_decoding():
-    weights = decode_speed.Weights(trunk=600, head=400, bytes_each=2)
+    weights = ceilings.Weights(trunk=600, head=400, bytes_each=2)
     speeds = {"bytes_per_second": 1000.0, "flops": 1000.0}
     found = decode_speed.bound_seconds([3, 3], [2, 1], weights, speeds)
     assert found["bandwidth"] == pytest.approx(2 * 2.0)  # two steps read every weight
@@ -129,14 +135,17 @@ def test_the_bounds_of_a_decoding():
     assert found["step by step"] == pytest.approx(prefill + 4.0 + 2.0)
 
 
-def test_the_numbers_of_weights(model):
-    import torch
+def test_the_operations_of_an_update():
+    weights = ceilings.Weights(trunk=600, head=400, bytes_each=2)
+    full = ceilings.training_operations(weights, read=10, counted=5, trunks=2, full=True)
+    assert full == 6 * (2 * 600 * 10 + 400 * 5)  # forward, and a backward of twice as much
+    assert ceilings.training_operations(weights, read=10, counted=5, trunks=1, full=False) == 4 * (600 * 10 + 400 * 5)
 
-    from heedful.models.roles import build_policy
 
-    part = build_policy(model, lora=None, device=torch.device("cpu"), dtype=torch.bfloat16, trained=False,
-                        weights=torch.bfloat16)  # fmt: skip
-    found = decode_speed.Weights.of(part)
+@pytest.mark.parametrize("lora", [None, LoraConfig()])
+def test_the_numbers_of_weights(model, lora):
+    part = build_policy(model, lora=lora, device=torch.device("cpu"), dtype=torch.bfloat16)
+    found = ceilings.Weights.of(part)
     attention, mlp = 32 * 32 * 2 + 32 * 16 * 2, 3 * 32 * 64
     assert found.trunk == 2 * (attention + mlp) and found.bytes_each == 2
     assert found.head == 32 * part.base.config.vocab_size
