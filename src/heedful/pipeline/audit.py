@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from heedful.audit.audit import Audit, audit
 from heedful.audit.cases import LANGUAGES
 from heedful.errors import DataError, ModelError
+from heedful.pipeline.fits import why_unfit
 from heedful.pipeline.scorer import kind_of, open_scorer
 from heedful.records import Prompt, Ranking, RewardCard
 from heedful.runs.files import write_json
@@ -116,26 +117,9 @@ def _card_folder(model: str, data: str | None) -> Path:
 
 
 def _fits(model: str) -> Callable[[Prompt, str], bool] | None:
-    """Whether a text is within the positions of a folder's model; servers and functions see to that themselves."""
-    if kind_of(model) != "folder":
-        return None
-    from transformers import AutoConfig
-
-    from heedful.data.chat import RefusedConversation, answer_ids, prompt_ids
-    from heedful.models.load import load_tokenizer, resolve
-
-    path = resolve(model)
-    limit = getattr(AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)
-    tokenizer = load_tokenizer(path)
-
-    def fits(prompt: Prompt, answer: str) -> bool:
-        try:
-            num_tokens = len(prompt_ids(tokenizer, prompt.messages)) + len(answer_ids(tokenizer, answer))
-        except RefusedConversation:
-            return False
-        return limit is None or num_tokens <= limit
-
-    return fits
+    """Whether a folder's model can read a text."""
+    why = why_unfit(model)
+    return None if why is None else lambda prompt, answer: why(prompt, answer) is None
 
 
 def _progress(say: Callable[[str], None]) -> Callable[[int, int], None]:

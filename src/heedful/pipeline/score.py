@@ -16,8 +16,9 @@ from heedful.data.pairs import consensus
 from heedful.data.prompts import prompt_of
 from heedful.data.shipped import data_path
 from heedful.data.writing import refuse_to_replace
-from heedful.errors import CheckpointError, DataError, EngineError, HeedfulError, ModelError
+from heedful.errors import CheckpointError, DataError, HeedfulError
 from heedful.evaluate.spread import Spread, by_group, spread
+from heedful.pipeline.fits import explained
 from heedful.pipeline.scorer import Outputs, kind_of, open_outputs
 from heedful.records import Demonstration, Prompt, Ranking, Record
 from heedful.runs.journal import append_entry, read_entries
@@ -84,7 +85,7 @@ def score_file(
         raise DataError(f"{out}: name the output .jsonl, .jsonl.gz, .json or .parquet")
     path = data_path(source)
     refuse_to_replace(path, out)
-    loaded = load(path, format=format, on_bad_row=on_bad_row, split=split)
+    loaded = load(path, format=format, on_bad_row=on_bad_row, split=split, keep_ties=True)
     prompts, rows = [], []
     for record in loaded.records:
         for row in _rows(record):
@@ -100,7 +101,8 @@ def score_file(
         if num_resumed:
             say(f"{num_resumed:,} of {len(rows):,} answers were scored before; going on")
         if num_resumed < len(rows):
-            _score(open_outputs(model, cache=cache, say=say, **options), prompts, rows, outputs, source, partial, key)
+            ask = open_outputs(model, cache=cache, say=say, **options)
+            _score(ask, model, prompts, rows, outputs, source, partial, key)
         scores = [found[0] for found in outputs]
         for row, found, more in zip(rows, outputs, _heads(model, outputs), strict=True):
             row |= {"score": found[0], **more}
@@ -176,6 +178,7 @@ def _heads(model: str, outputs: Sequence[list[float]]) -> list[dict[str, Any]]:
 
 def _score(
     ask: Outputs,
+    model: str,
     prompts: Sequence[Prompt],
     rows: Sequence[dict[str, Any]],
     outputs: list[list[float]],
@@ -196,15 +199,11 @@ def _score(
                 kept = f"; the {start:,} scores before them are kept, and the same command goes on" if start else ""
                 ids = f"{part[0]['id']} to {part[-1]['id']}"
                 where = f"{source}, answers {start + 1:,} to {start + len(part):,} ({ids})"
-                raise _kind(error)(f"{where}: {error}{kept}") from error
+                asked = prompts[start : start + len(part)]
+                raise explained(error, where, model, asked, [r["answer"] for r in part], kept) from error
             append_entry(journal, {"key": key, "start": start, "outputs": found})
             outputs += found
             progress.step()
-
-
-def _kind(error: HeedfulError) -> type[HeedfulError]:
-    """The class to raise again: subclasses may take more than a message."""
-    return next(kind for kind in (DataError, ModelError, EngineError, HeedfulError) if isinstance(error, kind))
 
 
 @contextmanager

@@ -84,6 +84,14 @@ def test_one_row_per_answer_in_the_order_of_the_file(tmp_path, small_parts):
     assert {p.name for p in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
+def test_answers_of_a_ranking_of_ties_are_rows_too(tmp_path):
+    answers = [{"id": "a", "text": "x"}, {"id": "b", "text": "yy"}]
+    row = {"group_id": "g", "prompt": "Q", "answers": answers, "rankings": [{"annotator": "r", "ranks": [["a", "b"]]}]}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    assert score(tmp_path / "in.jsonl", tmp_path / "out.jsonl").num_answers == 2
+    assert [(r["answer_id"], r["rank"]) for r in read(tmp_path / "out.jsonl")] == [("a", 1), ("b", 1)]
+
+
 def by_margin(prompts, answers):
     return [p.info["margin"] + len(a) for p, a in zip(prompts, answers, strict=True)]
 
