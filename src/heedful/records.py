@@ -346,7 +346,9 @@ class RewardCard(Record):
     """Over the held-out answers; PPO standardises by these."""
     train_accuracy: float | None = None
     loss: float | None = None
-    """Held-out Bradley–Terry loss (nats)."""
+    """Held-out Bradley–Terry loss of the score (nats), the mean over prompts."""
+    labels_loss: float | None = None
+    """Held-out loss of the labels that were trained (nats), the mean over the heads; what ``keep: best`` goes by."""
     data: dict[str, Any] = field(default_factory=dict)
     over_pairs: float | None = None
     over_pairs_low: float | None = None

@@ -44,7 +44,6 @@ def build_card(
     rankings: Sequence[ScoredRanking],
     *,
     model: str = "reward_model",
-    loss: float | None = None,
     train_accuracy: float | None = None,
     seed: int = 0,
 ) -> RewardCard:
@@ -53,7 +52,6 @@ def build_card(
     Gold controls and baits are counted apart and nowhere else: they are easy, and would flatter the accuracy.
 
     Args:
-        loss: the held-out loss (nats); None = the plain Bradley-Terry loss, the mean over prompts.
         train_accuracy: pair accuracy on the rankings of the training, where it is known.
 
     Raises:
@@ -67,7 +65,9 @@ def build_card(
     right_M = is_right(margin_M)
     overall = accuracy_of(right_M, pairs.prompt_M, seed=seed)
     if overall is None:
-        raise DataError("no pair to judge: every pair of answers is tied in the labels, or holds a bait or a control")
+        raise DataError(
+            "no pair to judge: no ranking has two different answers of which people prefer one, baits and controls apart"
+        )
 
     def part(chosen_M: np.ndarray) -> Accuracy | None:
         return accuracy_of(right_M[chosen_M], pairs.prompt_M[chosen_M], seed=seed)
@@ -87,7 +87,7 @@ def build_card(
         score_mean=float(scores_A.mean()),
         score_std=max(float(scores_A.std(ddof=1)), 1e-6),
         train_accuracy=train_accuracy,
-        loss=_mean_over_prompts(np.logaddexp(0, -margin_M), pairs) if loss is None else loss,
+        loss=_mean_over_prompts(np.logaddexp(0, -margin_M), pairs),
         over_pairs=overall.over_pairs,
         over_pairs_low=overall.over_pairs_low,
         over_pairs_high=overall.over_pairs_high,

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from heedful.data.load import load
 from heedful.data.pairs import judged_answers, training_ranks
-from heedful.errors import DataError, EngineError
+from heedful.errors import DataError, HeedfulError
 from heedful.evaluate.reward_card import ScoredRanking, build_card
+from heedful.pipeline.fits import explained
 from heedful.pipeline.scorer import Outputs, kind_of, open_outputs
 from heedful.records import Answer, Prompt, Ranking, RewardCard
 from heedful.runs.progress import Progress, tell
 
 if TYPE_CHECKING:
+    from heedful.models.heads import Heads
     from heedful.rollout.cache import ScoreCache
 
 RANKINGS_PER_PART = 64
@@ -37,7 +39,8 @@ def card_of_file(
     """Score every answer of ``source`` and work out the card.
 
     As in training, answers that nobody ranked are left out, of equal answers with one rank the first counts, and of
-    equal answers with different ranks none does. No answer is cut or left out for its length.
+    equal answers with different ranks none does. No answer is cut or left out for its length. Rankings of ties alone
+    count for a model of attributes only, whose ratings may tell the answers apart.
 
     Args:
         model: as :func:`open_scorer` takes it, ``options`` too.
@@ -47,14 +50,17 @@ def card_of_file(
     Raises:
         DataError: a row that cannot be used, naming file and line, or no pair is left.
         EngineError: the scorer failed, gave NaN or did not answer in time.
+        DataError, ModelError: a text that the model cannot read, by its prompt's id.
         ConfigError, ModelError: as :func:`open_scorer`.
     """
-    loaded = load(source, kind="rankings", format=format, on_bad_row=on_bad_row, split=split)
+    heads = _heads(model)
+    rated = heads is not None and heads.kind == "attributes"
+    loaded = load(source, kind="rankings", format=format, on_bad_row=on_bad_row, split=split, keep_ties=rated)
     say(loaded.summary())
     records = cast(list[Ranking], loaded.records)
     num_answers_dropped: Counter[str] = Counter()
     kept = [_judged(record, source, num_answers_dropped) for record in records]
-    outputs = _outputs(open_outputs(model, cache=cache, say=say, **options), records, kept, source)
+    outputs = _outputs(open_outputs(model, cache=cache, say=say, **options), model, records, kept, source)
     scored = [
         _scored(record, answers, [row[0] for row in rows])
         for record, answers, rows in zip(records, kept, outputs, strict=True)
@@ -62,8 +68,10 @@ def card_of_file(
     try:
         card = build_card(scored, model=model, seed=seed)
     except DataError as error:
-        raise DataError(f"{source}: {error}") from None
-    card = _with_heads(card, model, records, kept, outputs, seed)
+        left_out = ", ".join(f"{reason} {count:,}" for reason, count in num_answers_dropped.items())
+        raise DataError(f"{source}: {error}{f'; answers left out: {left_out}' if left_out else ''}") from None
+    if heads is not None:
+        card = _with_heads(card, heads, records, kept, outputs, seed)
     data = {
         "file": source, "format": loaded.format, "num_read": loaded.num_read, "num_rankings": loaded.num_kept,
         "dropped": loaded.dropped, "answers_dropped": dict(num_answers_dropped), "seed": seed,
@@ -83,27 +91,30 @@ def _judged(record: Ranking, source: str, num_dropped: Counter[str]) -> list[Ans
     return judged_answers(record, num_dropped)
 
 
+def _heads(model: str) -> Heads | None:
+    """The heads in a model's folder, if it has several."""
+    if kind_of(model) != "folder":
+        return None
+    import torch
+
+    from heedful.models.heads import load_heads
+    from heedful.models.load import resolve
+
+    return load_heads(resolve(model), torch.device("cpu"))
+
+
 def _with_heads(
     card: RewardCard,
-    model: str,
+    heads: Heads,
     records: Sequence[Ranking],
     kept: Sequence[Sequence[Answer]],
     outputs: Sequence[list[list[float]]],
     seed: int,
 ) -> RewardCard:
-    """The card with what the heads of a model's folder say of its ordinary answers."""
-    if kind_of(model) != "folder":
-        return card
-    import torch
-
+    """The card with what the heads say of the ordinary answers."""
     from heedful.data.heads import OVERALL, rating_ranks
     from heedful.evaluate.heads_card import with_accuracies, with_disagreement
-    from heedful.models.heads import load_heads
-    from heedful.models.load import resolve
 
-    heads = load_heads(resolve(model), torch.device("cpu"))
-    if heads is None:
-        return card
     said: list[list[list[float]]] = []
     ranks: dict[str, list[list[int]]] = {name: [] for name in (OVERALL, *heads.names)}
     for record, answers, rows in zip(records, kept, outputs, strict=True):
@@ -119,7 +130,7 @@ def _with_heads(
 
 
 def _outputs(
-    ask: Outputs, records: Sequence[Ranking], kept: Sequence[Sequence[Answer]], source: str
+    ask: Outputs, model: str, records: Sequence[Ranking], kept: Sequence[Sequence[Answer]], source: str
 ) -> list[list[list[float]]]:
     """What is said of every ranking's answers; asked in parts, so that a failure says how far it came."""
     outputs: list[list[list[float]]] = []
@@ -131,10 +142,12 @@ def _outputs(
                 for record, answers in zip(records[start : start + RANKINGS_PER_PART], kept[start:])
                 for answer in answers
             ]
+            prompts, texts = [prompt for prompt, _ in asked], [text for _, text in asked]
             try:
-                found = iter(ask([prompt for prompt, _ in asked], [text for _, text in asked]))
-            except EngineError as error:
-                raise EngineError(f"{source}, after {start:,} of {len(records):,} rankings: {error}") from error
+                found = iter(ask(prompts, texts))
+            except HeedfulError as error:
+                where = f"{source}, after {start:,} of {len(records):,} rankings"
+                raise explained(error, where, model, prompts, texts) from error
             outputs += [[next(found) for _ in answers] for answers in kept[start : start + RANKINGS_PER_PART]]
             progress.step()
     return outputs

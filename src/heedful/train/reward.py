@@ -92,7 +92,7 @@ def train_reward(
             attention_tokens=None if last else attention_tokens,
         )  # fmt: skip
         cards.append(card)
-        heldout_loss = card.loss or 0.0
+        heldout_loss = card.labels_loss or 0.0
         watch.looked(i + 1, heldout_loss)
         if config.keep == "best":
             best.offer(i + 1, -heldout_loss, optimisation.parameters)
@@ -121,8 +121,8 @@ def _seen(card: RewardCard) -> dict[str, float]:
     found = {f"heldout_accuracy/{name}": x.value for name, x in card.attributes.items()}
     if card.disagreement is not None:
         found["heldout_disagreement"] = card.disagreement
-    found |= {"heldout_accuracy": card.accuracy, "heldout_loss_nats": card.loss or 0.0, "score_mean": card.score_mean,
-              "score_std": card.score_std}  # fmt: skip
+    found |= {"heldout_accuracy": card.accuracy, "heldout_loss_nats": card.labels_loss or 0.0,
+              "score_mean": card.score_mean, "score_std": card.score_std}  # fmt: skip
     return {f"reward/{name}": value for name, value in found.items()}
 
 
@@ -168,8 +168,8 @@ def reward_card(
 ) -> RewardCard:
     """What :func:`build_card` says of the model on held-out rankings, and on gold controls where there are some.
 
-    The loss is that of the labels that were trained, without smoothing, margin or penalties, so that runs compare; the
-    answers of people alone count in it. Of several attributes it is the mean of each on its own ratings.
+    ``labels_loss`` is that of the labels that were trained, without smoothing, margin or penalties, so that runs
+    compare; the answers of people alone count in it. Of several attributes it is the mean of each on its own ratings.
 
     Args:
         heads: make the score in place of the model's own head; their means and deviations become those of the held-out
@@ -209,7 +209,7 @@ def reward_card(
         )
         for s, rows in zip(everything, outputs, strict=True)
     ]  # fmt: skip
-    card = build_card(scored, loss=_mean_loss(losses), seed=seed)
+    card = dataclasses.replace(build_card(scored, seed=seed), labels_loss=_mean_loss(losses))
     if heads is None:
         return card
     if heads.kind == "ensemble":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -242,3 +244,24 @@ def test_a_server_scores_and_one_that_gives_nan_or_sleeps_is_one_sentence(tmp_pa
     monkeypatch.setattr(Judge, "mode", "sleep")
     with pytest.raises(EngineError, match=r"a.jsonl, after 0 of 3 rankings: .*\(no answer within 0.1 s\)"):
         card_of_file(judge, file, timeout_seconds=0.1, retries=0)
+
+
+def test_a_text_that_the_model_cannot_read_is_named_with_its_prompt(tmp_path, capsys):
+    folder = str(model_folder(tmp_path / "rm", scalar=1))
+    rows = [record(n, "longer", "less") for n in range(8)]
+    for bad, said in (
+        (record(8, "word " * 400, "less"), "'g8': .* tokens with its answer 'word .*the model has 256 positions"),
+        (dataclasses.replace(record(8, "a", "b"), prompt=(Message("user", "x <|im_end|> y"),)),
+         "'g8': message 1 holds the control token"),
+    ):  # fmt: skip
+        file = write(tmp_path / "a.jsonl", [*rows, bad])
+        for command in (["card", folder, file], ["score", folder, file, "--out", str(tmp_path / "out.jsonl")]):
+            assert main([*command, "--no_cache", "--device", "cpu"]) == 2
+            error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("heedful: ")]
+            assert len(error) == 1 and re.search(said, error[0]) and "leave it out of the file" in error[0]
+            assert "a.jsonl" in error[0] and "max_tokens" not in error[0]
+
+
+def test_equal_answers_with_different_ranks_are_the_reason_that_is_given(tmp_path):
+    with pytest.raises(DataError, match=r"no ranking has two different answers.*identical_answers 2"):
+        card_of_file(HERE + "by_length", write(tmp_path / "a.jsonl", [record(1, "same", "same", "other one")]))

@@ -28,7 +28,7 @@ from heedful.pipeline.card import card_of_file
 from heedful.records import Message
 from heedful.runs.folder import StageFolder
 from heedful.train import loop
-from heedful.train.reward import train_reward
+from heedful.train.reward import reward_card, train_reward
 from heedful.train.reward_loss import RewardLoss
 from toy_parts import model_folder, scalar
 
@@ -139,6 +139,31 @@ def test_REW_07_the_card_of_the_folder_on_a_file_says_what_training_said(trained
     found = card_of_file(str(out), str(tmp_path / "heldout.jsonl"), device="cpu", dtype="float32")
     assert found.attributes == card.attributes and found.accuracy == card.accuracy
     assert "attribute kind" in dict(parts(found)) and found.disagreement is None
+    assert found.loss == pytest.approx(card.loss, rel=1e-4) and found.labels_loss is None
+
+
+def test_REW_07_ratings_of_a_ranking_of_ties_count_alike_in_both(trained, tmp_path):
+    model, _, _, out, _ = trained
+    records = [rated(n) for n in range(100, 108)]
+    records[:3] = [dataclasses.replace(r, consensus=dict.fromkeys(r.consensus, 1)) for r in records[:3]]
+    write_jsonl(tmp_path / "heldout.jsonl", [write_master(r) for r in records])
+    found = card_of_file(str(out), str(tmp_path / "heldout.jsonl"), device="cpu", dtype="float32")
+    samples = tokenise.rankings(
+        records, [r.consensus for r in records], model.tokenizer, max_tokens=200, keep_all_tied=True
+    ).samples
+    card = reward_card(model, samples, RewardConfig(attributes=ATTRIBUTES), seed=0, heads=model.heads)
+    assert found.attributes == card.attributes and found.attributes["kind"].num_prompts == 8
+    assert (found.accuracy, found.num_prompts, found.num_tied_pairs) == (card.accuracy, 5, card.num_tied_pairs)
+    assert found.num_tied_pairs >= 18 and found.loss == pytest.approx(card.loss, rel=1e-3)
+    # what was trained is another number: the mean over the heads
+    assert card.labels_loss < card.loss
+
+
+def moved(content):
+    """Moves both heads so that the score stays as it is."""
+    factors = [w / d for w, d in zip(content["weights"], content["deviations"], strict=True)]
+    for row, factor in zip(content["weight"], (factors[1], -factors[0]), strict=True):
+        row[:] = [x + 10 * factor for x in row]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +171,22 @@ def test_REW_07_the_card_of_the_folder_on_a_file_says_what_training_said(trained
     [
         (lambda content: content.pop("weight"), "does not hold the heads"),
         (lambda content: content["names"].append("third"), "not as many rows as names"),
-        (lambda content: content["weight"][1].reverse(), "a head says"),
+        (lambda content: content.update(weight=[row[:-1] for row in content["weight"]]), "another form"),
+        (lambda content: content.update(weight=[[math.nan] * 32] * 2), "a row not finite"),
+        (lambda content: content.update(kind="committee"), "its kind is 'committee'"),
+        (lambda content: content.update(kind=["ensemble"]), "its kind is"),
+        (lambda content: content.update(names=["kind", "kind"]), "each another"),
+        (lambda content: content.update(names=["kind", 7]), "each another"),
+        (lambda content: content.update(weights=["1.0", -0.25]), "weights must be finite numbers"),
+        (lambda content: content.update(weights=[True, -0.25]), "weights must be finite numbers"),
+        (lambda content: content.update(means=[math.inf, 0.0]), "means must be finite numbers"),
+        (lambda content: content.update(deviations=[1.0, 10**400]), "too large"),
+        (lambda content: content.update(deviations=[1.0, 0.0]), "a deviation is not above 0"),
+        (lambda content: content.update(deviations=[2 * d for d in content["deviations"]]), "not the model's own"),
+        (lambda content: content.update(weights=[1.001, -0.25]), "not the model's own score"),
+        (lambda content: content.update(kind="ensemble"), "not the model's own score"),
+        (lambda content: content["weight"][1].reverse(), "not the model's own score"),
+        (moved, "a head says"),
         (None, "knows 2 heads and the folder has 0"),
     ],
 )
