@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -65,7 +67,7 @@ def open_outputs(
         ModelError: no such model, or one without a score head.
 
     The scorer raises EngineError, with the prompt's id where there is one, when the function or server fails, or gives
-    anything but one number per answer.
+    anything but one plain number per answer, as :func:`~heedful.rollout.score.as_numbers` takes it.
     """
     kind = kind_of(model)
     if kind == "server":
@@ -117,7 +119,8 @@ def _function(model: str) -> Callable[..., Any]:
     from heedful.config.functions import load_function
     from heedful.rollout.sources import ask_function
 
-    function = load_function(model, "MODEL", takes="(prompts, answers)", arguments=([], []))
+    with redirect_stdout(sys.stderr):  # as ask_function: a module that prints as it is imported
+        function = load_function(model, "MODEL", takes="(prompts, answers)", arguments=([], []))
     return partial(ask_function, function, model)
 
 

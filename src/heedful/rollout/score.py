@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from heedful.errors import CheckpointError, EngineError
@@ -13,6 +15,9 @@ from heedful.rollout.scaling import Fixed, Scaler
 
 if TYPE_CHECKING:
     from heedful.models.heads import Heads
+
+MAX_SCORE = 3.4028234663852886e38
+"""The largest float32; deviations of larger scores are not finite."""
 
 
 class RewardSource(Protocol):
@@ -171,11 +176,24 @@ def _numbers(name: str, values: Any, completions: Sequence[Completion]) -> list[
 
 
 def as_numbers(who: str, values: Any, num_answers: int) -> list[float]:
-    """What ``who`` gave as floats, one per answer; raises EngineError in its name when that is something else."""
+    """What ``who`` gave, as floats: one plain number per answer, in a list, an array or a tensor.
+
+    Texts, truth values and lists of one number are no numbers. NaN and infinities pass, for callers that count them.
+
+    Raises:
+        EngineError: in the name of ``who`` when it is something else, or a number beyond ±MAX_SCORE.
+    """
+    numbers = []
     try:
-        numbers = [float(v) for v in values]
-    except (TypeError, ValueError) as error:
+        given = [value.tolist() if hasattr(value, "tolist") else value for value in values]
+    except TypeError as error:
         raise EngineError(f"{who} must give a list with one number per answer ({error})") from None
+    for value in given:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise EngineError(f"{who} must give a list with one number per answer, not {reprlib.repr(value)}")
+        if MAX_SCORE < abs(value) < math.inf:
+            raise EngineError(f"{who} gave a score beyond ±{MAX_SCORE:.3g}, which float32 cannot hold; scale it down")
+        numbers.append(float(value))
     if len(numbers) != num_answers:
         raise EngineError(f"{who} gave {len(numbers)} scores for {num_answers} answers")
     return numbers

@@ -141,7 +141,7 @@ class RewardServer:
     def _answer(self, body: bytes) -> dict[str, Any]:
         try:
             request = json.loads(body)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _Refused(400, f"the body is no JSON ({error})") from None
         queries = _texts(request, "query")
         if queries is None:

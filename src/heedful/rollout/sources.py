@@ -5,16 +5,19 @@ from __future__ import annotations
 import http.client
 import json
 import math
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from typing import Any, final
 from urllib.parse import urlsplit
 
 from heedful.config.functions import load_function
 from heedful.errors import ConfigError, EngineError
 from heedful.records import Completion, Prompt
+from heedful.rollout.score import as_numbers
 from heedful.runs.progress import tell
 
 ANSWERS_PER_REQUEST = 64
@@ -25,7 +28,8 @@ PASSING = (408, 425, 429)
 
 @final
 class FunctionReward:
-    """A Python function, called with (prompts, answers): a list of Prompt and one of str; one number per answer."""
+    """A Python function, called with (prompts, answers): a list of Prompt and one of str; one number per answer, as
+    :func:`~heedful.rollout.score.as_numbers` takes it."""
 
     def __init__(self, name: str, function: str, *, weight: float = 1.0) -> None:
         """Raises ConfigError when ``function`` (module:function) is not there or cannot be called so."""
@@ -41,9 +45,14 @@ class FunctionReward:
 
 
 def ask_function(function: Callable[..., Any], who: str, prompts: list[Prompt], answers: list[str]) -> Any:
-    """What a user's function gives; raises EngineError in the name of ``who`` when it fails."""
+    """What a user's function gives; what it prints goes to standard error, where it spoils no output.
+
+    Raises:
+        EngineError: in the name of ``who`` when it fails.
+    """
     try:
-        return function(prompts, answers)
+        with redirect_stdout(sys.stderr):
+            return function(prompts, answers)
     except (Exception, SystemExit) as error:  # the user's function may raise anything
         raise EngineError(f"{who} failed: {error!r}") from error
 
@@ -62,8 +71,8 @@ class HTTPReward:
     """A reward server that speaks OpenRLHF's protocol.
 
     POST {"query": [prompt + answer], "prompts": [prompt], "labels": [label]} → {"rewards": [number]}, with "scores" and
-    one-element lists taken too. Texts are the policy's tokens decoded with their special tokens, as the chat template
-    wrote them; the label is the prompt's extra column ``label``, "" where there is none.
+    a list of one number in place of a number taken too. Texts are the policy's tokens decoded with their special
+    tokens, as the chat template wrote them; the label is the prompt's extra column ``label``, "" where there is none.
     """
 
     def __init__(
@@ -154,7 +163,7 @@ class HTTPReward:
         """The scores in a server's answer."""
         try:
             found = json.loads(answer)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self._wrong(f"the answer is no JSON ({answer[:80]!r})") from None
         key = next((k for k in ("rewards", "scores") if isinstance(found, dict) and k in found), None)
         if key is None:
@@ -162,12 +171,11 @@ class HTTPReward:
             raise self._wrong(f'the answer has no "rewards" (it has {keys})')
         values = found[key] if isinstance(found[key], list) else [found[key]]
         values = [v[0] if isinstance(v, list) and len(v) == 1 else v for v in values]
-        if len(values) != num_answers:
-            raise self._wrong(f"{len(values)} scores for {num_answers} answers")
-        for value in values:
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise self._wrong(f"a score of {json.dumps(value)[:80]}; it must be a finite number")
-        return [float(v) for v in values]
+        numbers = as_numbers(f"reward {self.name!r}: {self.url}", values, num_answers)
+        for number in numbers:
+            if not math.isfinite(number):
+                raise self._wrong(f"a score of {number}; it must be a finite number")
+        return numbers
 
     def _wrong(self, problem: str) -> EngineError:
         return EngineError(f"reward {self.name!r}: {self.url}: {problem}")

@@ -219,7 +219,8 @@ def test_openrlhfs_request_and_answer(server):
 
 
 @pytest.mark.parametrize("body, status, said", [
-    (b"{", 400, "no JSON"), (b"\xff\xfe", 400, "no JSON"), ([1], 400, "query"), ({}, 400, "query"),
+    (b"{", 400, "no JSON"), (b"[" * 200_000, 400, "no JSON"),
+    (b"\xff\xfe", 400, "no JSON"), ([1], 400, "query"), ({}, 400, "query"),
     ({"query": []}, 400, "query"), ({"query": [1]}, 400, "list of texts"), ({"query": {"a": 1}}, 400, "list of texts"),
     ({"query": ["a", "b"], "prompts": ["a"]}, 400, "1 prompts for 2 queries"),
     ({"query": ["x", "a"], "prompts": ["x", "b"]}, 400, "query 1: "),

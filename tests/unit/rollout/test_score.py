@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,7 +18,7 @@ from heedful.rollout.engine import Request, Sampling
 from heedful.rollout.fake import FakeEngine
 from heedful.rollout.hf import HFEngine
 from heedful.rollout.scaling import Batch, Fixed, Running
-from heedful.rollout.score import LastRead, LearnedReward, Scoring
+from heedful.rollout.score import LastRead, LearnedReward, Scoring, as_numbers
 from toy_parts import CPU, model_folder, policy, prompts, requests, scalar
 
 
@@ -146,12 +149,36 @@ def test_a_reward_that_loses_an_answer_is_refused(said):
         Scoring([source])(asked, completions)
 
 
-@pytest.mark.parametrize("given", [None, 1.0, ["a"] * 6, [None] * 6], ids=["none", "one-number", "words", "nones"])
+@pytest.mark.parametrize("given", [
+    None, 1.0, "123456", ["a"] * 6, ["1.0"] * 6, [None] * 6, [True] * 6, [[1.0]] * 6, torch.ones(6, 1),
+    torch.ones(6) > 0,
+], ids=["none", "number", "text", "words", "digits", "nones", "truths", "lists", "column", "mask"])  # fmt: skip
 def test_what_is_no_list_of_numbers_is_refused(said, given):
     source = Part("odd", None)
     source.__class__ = type("Odd", (Part,), {"__call__": lambda self, p, c: given})
     with pytest.raises(EngineError, match="reward 'odd' must give a list with one number per answer"):
         Scoring([source])(*said)
+
+
+@pytest.mark.parametrize("given", [
+    [1, 2.5, Fraction(1, 2)], np.array([1, 2.5, 0.5]), [np.int64(1), np.float32(2.5), np.float16(0.5)],
+    torch.tensor([1, 2.5, 0.5], requires_grad=True), [torch.tensor(1), torch.tensor(2.5), torch.tensor(0.5)],
+])  # fmt: skip
+def test_plain_numbers_are_taken_in_every_form(given):
+    found = as_numbers("judge", given, 3)
+    assert found == [1.0, 2.5, 0.5] and {type(x) for x in found} == {float}
+
+
+@pytest.mark.parametrize(
+    "number", [10**400, -(10**400), 10**5000, 1e308, -1e308, 3.5e38],
+    ids=["integer", "negative", "too-long-to-write", "double", "negative-double", "next"],
+)  # fmt: skip
+def test_what_float32_cannot_hold_is_refused(number):
+    with pytest.raises(EngineError, match=r"^judge gave a score beyond ±3\.4e\+38, which float32") as caught:
+        as_numbers("judge", [0.0, number], 2)
+    assert len(str(caught.value)) < 100
+    largest = float(torch.finfo(torch.float32).max)
+    assert as_numbers("judge", [largest, -largest, math.inf], 3) == [largest, -largest, math.inf]
 
 
 def test_a_bad_number_moves_no_statistics(said):

@@ -200,10 +200,13 @@ def test_pauses_grow(monkeypatch):
         ({"detail": "no such model"}, 422, "HTTP 422.*no such model"), (b"", 404, "HTTP 404"), (b"", 401, "HTTP 401"),
         ({"rewards": [1, 2]}, 200, "2 scores for 3 answers"), ({"rewards": [1, 2, 3, 4]}, 200, "4 scores for 3"),
         ({"rewards": []}, 200, "0 scores for 3"), ({"rewards": 1}, 200, "1 scores for 3"),
-        ({"rewards": [1, float("nan"), 2]}, 200, "NaN; it must be a finite number"),
-        ({"rewards": [1, float("inf"), 2]}, 200, "Infinity; it must"), ({"rewards": [1, None, 2]}, 200, "null"),
-        ({"rewards": [1, True, 2]}, 200, "true"), ({"rewards": ["1", 2, 3]}, 200, '"1"'),
-        ({"rewards": [[1, 2], [1, 2], [1, 2]]}, 200, "1, 2"), ({"reward": [1, 2, 3]}, 200, "it has the keys reward"),
+        ({"rewards": [1, float("nan"), 2]}, 200, "nan; it must be a finite number"),
+        ({"rewards": [1, float("inf"), 2]}, 200, "inf; it must"), ({"rewards": [1, None, 2]}, 200, "not None"),
+        ({"rewards": [1, True, 2]}, 200, "not True"), ({"rewards": ["1", 2, 3]}, 200, "not '1'"),
+        ({"rewards": [[1, 2], [1, 2], [1, 2]]}, 200, r"not \[1, 2\]"), ({"rewards": [[[1]], 2, 3]}, 200, r"not \[1\]"),
+        ({"rewards": [1, 10**400, 2]}, 200, "beyond"), ({"rewards": [1, -1e308, 2]}, 200, "beyond"),
+        (b"[" * 200_000, 200, "no JSON"), (b'{"rewards":' * 100_000, 200, "no JSON"),
+        ({"reward": [1, 2, 3]}, 200, "it has the keys reward"),
         ({}, 200, "keys none"), ([1, 2, 3], 200, "it has list"), (b"<html>", 200, "no JSON"), (b"", 200, "no JSON"),
     ],
 )  # fmt: skip
@@ -239,6 +242,8 @@ def module(tmp_path, monkeypatch):
         "    return [len(a) + len(p.messages[-1].content) for p, a in zip(prompts, answers)]\n"
         "def breaks(prompts, answers): raise KeyError('x')\n"
         "def alone(answer): return 1.0\n"
+        "def columns(prompts, answers): return [[1.0] for _ in answers]\n"
+        "def speaks(prompts, answers): print('heard', len(answers)); return [1.0 for _ in answers]\n"
         "def few(prompts, answers): return [1.0]\n"
         "number = 3\n"
     )
@@ -267,5 +272,12 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_runs(module
 def test_a_function_that_fails_is_named(module):
     with pytest.raises(EngineError, match=r"reward 'mine': my_rewards:breaks failed: KeyError\('x'\)"):
         Scoring([FunctionReward("mine", f"{module}:breaks")])(*asked())
+    with pytest.raises(EngineError, match=r"reward 'mine' must give .*, not \[1.0\]"):  # a list is a server's privilege
+        Scoring([FunctionReward("mine", f"{module}:columns")])(*asked())
     with pytest.raises(EngineError, match="reward 'mine' gave 1 scores for 3 answers"):
         Scoring([FunctionReward("mine", f"{module}:few")])(*asked())
+
+
+def test_what_a_function_prints_goes_to_standard_error(module, capsys):
+    Scoring([FunctionReward("mine", f"{module}:speaks")])(*asked())
+    assert capsys.readouterr() == ("", "heard 3\n")
