@@ -110,6 +110,7 @@ TABLE: dict[str, dict[str, Any]] = {
         **{f"ppo.rewards.<name>.{key}": value for key, value in REWARD_KEYS.items()},
         "ppo.disagreement_penalty": (3.0, {"model.reward": "{ensemble}"}),
         "ppo.roles": ("shared", {"model.reward": "{adapter}", "ppo.lora": LORA}),
+        "ppo.frozen_weights": "int8",
     },
     "evaluate": {
         "data.heldout_prompts": "{data}/more-prompts.jsonl", "evaluate.max_prompts": 3, "evaluate.max_new_tokens": 3,

@@ -259,6 +259,8 @@ class PPOConfig(Section):
     as value_from and lora say."""
     lora: LoraConfig | None = None
     """Adapters for policy and value; the reference is then the policy with its adapters off, on the same base."""
+    frozen_weights: Literal["float", "int8"] = "float"
+    """int8 holds what is never trained (reference, reward, the base under adapters) in a byte per weight, measured."""
     activation_checkpointing: bool = False
     """Keep only the layers' inputs for the backward pass and compute the rest again: less memory, a third more time."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None

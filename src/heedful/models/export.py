@@ -13,7 +13,8 @@ import torch
 from heedful.errors import ModelError
 from heedful.models.folders import atomic_folder, quiet, remove_leftovers
 from heedful.models.heads import HEADS_FILE, Heads
-from heedful.models.load import scalar_head
+from heedful.models.int8 import is_quantised
+from heedful.models.load import load_causal, scalar_head
 from heedful.models.lora import base_of, is_adapted, merged_state, num_merged
 from heedful.models.parts import ScalarModel
 from heedful.models.portable import ending_at_the_score, for_transformers_4
@@ -33,17 +34,21 @@ def save_policy(
     *,
     dtype: torch.dtype | None = None,
     extra: Mapping[str, Any] | None = None,
+    base: Path | str | None = None,
 ) -> int:
     """Write a language model's folder, adapters merged (and kept apart in ``adapter/``); returns the merged tensors.
 
     Args:
         dtype: of the saved weights; None keeps them, or float32 for merged ones: bfloat16 would swallow small updates.
         extra: more files, name → JSON content.
+        base: the folder that a model in int8 was made from; its adapters are merged into the weights there.
 
     Raises:
-        ModelError: nothing to merge, or weights and tokenizer do not fit each other.
+        ModelError: nothing to merge, a model in int8 without ``base`` or of another one, or weights and tokenizer that
+            do not fit each other.
     """
-    return _save(model, _plain_model(model, dtype=dtype), tokenizer, Path(path), {**(extra or {})}, {})
+    plain = _plain_model(model, dtype=dtype, base=base)
+    return _save(model, plain, tokenizer, Path(path), {**(extra or {})}, {})
 
 
 def save_reward(
@@ -162,36 +167,48 @@ def _save(
     return num_merged(model)
 
 
-def _plain_model(model: Any, *, dtype: torch.dtype | None = None) -> Any:
+def _plain_model(model: Any, *, dtype: torch.dtype | None = None, base: Path | str | None = None) -> Any:
     """A model of the plain class around the merged weights; untouched weights are shared with the live model.
 
     Args:
         dtype: of its weights; None keeps them, or float32 for merged ones.
+        base: as in :func:`save_policy`.
 
     Raises:
         ModelError: the merged weights are not exactly those of the plain class.
     """
-    base = base_of(model)
+    live = base_of(model)
     if is_adapted(model) and dtype is None:
         dtype = torch.float32
-    state = dict(merged_state(model, dtype=dtype))
-    config = copy.deepcopy(base.config)
-    if _trained_apart(base, state):
+    state = dict(merged_state(model, dtype=dtype, originals=_originals(live, base)))
+    config = copy.deepcopy(live.config)
+    if _trained_apart(live, state):
         config.tie_word_embeddings = False  # else the reloaded model would have the embedding for its head
     with torch.device("meta"):
-        plain = type(base)(config)
+        plain = type(live)(config)
     try:
         plain.load_state_dict(state, assign=True)
     except RuntimeError as error:
-        raise ModelError(f"{type(base).__name__} cannot be saved: {' '.join(str(error).split())[:300]}") from error
+        raise ModelError(f"{type(live).__name__} cannot be saved: {' '.join(str(error).split())[:300]}") from error
     plain.tie_weights()
     for name, module in plain.named_modules():  # rotary frequencies and the like, which no state dict holds
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[key] = base.get_submodule(name)._buffers[key]
-    if getattr(base, "generation_config", None) is not None:
-        plain.generation_config = copy.deepcopy(base.generation_config)
+                module._buffers[key] = live.get_submodule(name)._buffers[key]
+    if getattr(live, "generation_config", None) is not None:
+        plain.generation_config = copy.deepcopy(live.generation_config)
     return plain.eval()
+
+
+def _originals(live: Any, base: Path | str | None) -> dict[str, torch.Tensor] | None:
+    """The float weights that a model in int8 was made from, as they were held then; None for any other model."""
+    if not is_quantised(live):
+        return None
+    if base is None:
+        raise ModelError("a model in int8 is merged into the weights it was made from; say in which folder they are")
+    held = live.get_input_embeddings().weight.dtype
+    originals: dict[str, torch.Tensor] = load_causal(base, dtype=held, device=torch.device("cpu")).state_dict()
+    return originals
 
 
 def _trained_apart(base: Any, state: dict[str, torch.Tensor]) -> bool:

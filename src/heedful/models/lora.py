@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from heedful.errors import ModelError
+from heedful.models.int8 import Int8Linear
 
 _NO_ADAPTER = "no adapter"
 
@@ -146,14 +147,21 @@ def num_merged(model: Any) -> int:
 
 
 @torch.no_grad()
-def merged_state(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def merged_state(
+    model: Any, *, dtype: torch.dtype | None = None, originals: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Every weight under the name it has in the plain model, W + (alpha / rank) · B · A where there is an adapter.
 
     The sum is made in float32 and rounded once, to ``dtype`` (None: the base weight's own). The live model is not
     touched; one merged weight exists at a time. A model without adapters gives its state as it is.
 
+    Args:
+        originals: the weights that layers in int8 were made from, by their names in the plain model; None takes the
+            weights that such layers compute with, in float32 where ``dtype`` is None.
+
     Raises:
-        ModelError: an adapted model none of whose weights would be changed (wrong adapter, wrong names).
+        ModelError: an adapted model none of whose weights would be changed (wrong adapter, wrong names), or originals
+            of which some layer in int8 was not made.
     """
     if not is_adapted(model):
         for name, tensor in model.state_dict().items():
@@ -162,10 +170,14 @@ def merged_state(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tu
     if num_merged(model) == 0:
         raise ModelError("the adapter changes no weight of this model: 0 tensors would be merged")
     layers = _adapted_layers(model)
+    int8 = {name: module for name, module in base_of(model).named_modules() if isinstance(module, Int8Linear)}
     for name, tensor in base_of(model).state_dict().items():
         plain = _plain_name(name, model)
-        if plain is None:
+        module, _, last = name.rpartition(".")
+        if plain is None or (module in int8 and last == "scale"):
             continue
+        if module in int8 and last == "weight":
+            tensor = _float_weight(int8[module], plain, originals)
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         if layer is not None and name.endswith(".base_layer.weight"):
             merged = tensor.float()
@@ -174,6 +186,14 @@ def merged_state(model: Any, *, dtype: torch.dtype | None = None) -> Iterator[tu
                     merged = merged + layer.get_delta_weight(adapter).float()
             tensor = merged.to(dtype or tensor.dtype)
         yield plain, _cast(tensor, dtype)
+
+
+def _float_weight(layer: Int8Linear, name: str, originals: Mapping[str, Tensor] | None) -> Tensor:
+    if originals is None:
+        return layer.dequantised()
+    if name not in originals or not layer.is_made_of(originals[name]):
+        raise ModelError(f"{name} is not what the int8 weights were made of; has the base model's folder been changed?")
+    return originals[name].to(layer.weight.device)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

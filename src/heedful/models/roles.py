@@ -10,7 +10,8 @@ A value that does not start as the reward model leaves that one alone: it is a s
 head (policy), or nothing but a head on the policy's trunk (trunk, frozen_trunk).
 
 Either way the reference computes by the same path as the policy (same weights' dtype, same autocast), so that the KL at
-step 0 is exactly 0.
+step 0 is exactly 0. In int8 that is so under adapters, where policy and reference have the same int8 base; beside a
+policy that is trained in float32 the reference is its int8 copy, and the KL starts at what the rounding makes of it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from heedful.models.heads import load_heads
 from heedful.models.load import load_causal, load_scalar, load_tokenizer
 from heedful.models.lora import add_lora, is_adapted
 from heedful.models.parts import Head, LanguageModel, Part, ScalarModel
+from heedful.models.quantise import Int8, quantise
 from heedful.models.recompute import recompute_activations
 from heedful.models.shared import LoraSettings, shared_parts
 from heedful.models.value import TrunkHead, Value
@@ -48,6 +50,8 @@ class Reference:
     """The policy as it was at the start: the policy's own base without adapters, or a frozen model of its own."""
 
     part: LanguageModel
+    is_exact: bool = True
+    """Computes as the policy does at the start; False for the int8 copy of a policy that is trained in float32"""
 
     def logprobs(
         self, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
@@ -109,6 +113,8 @@ class Roles:
     value: Value
     reward: Reward | None
     """None where no reward model was given: the reward then comes from elsewhere"""
+    int8: Int8 | None = None
+    """What holds frozen weights in int8, and what that has changed; None where they are float"""
 
 
 def build_policy(
@@ -159,11 +165,19 @@ def build_scalar(
     return part
 
 
-def build_reward(path: Path | str, *, device: torch.device, dtype: torch.dtype, attention: str = "auto") -> Reward:
-    """A frozen reward model of its own, its head with one output or several, with the heads that it was made of."""
+def build_reward(
+    path: Path | str, *, device: torch.device, dtype: torch.dtype, attention: str = "auto", int8: Int8 | None = None,
+    name: str = "reward",
+) -> Reward:  # fmt: skip
+    """A frozen reward model of its own, its head with one output or several, with the heads that it was made of.
+
+    ``int8`` holds it in int8 and measures it by ``name``.
+    """
     model = load_scalar(path, dtype=dtype, device=device, attention=attention, head="any").requires_grad_(False)
     part = ScalarModel(model, load_tokenizer(path), device, dtype, any_outputs=True)
     part.heads = load_heads(path, device)
+    if int8 is not None:
+        int8.hold(**{name: part})
     return Reward(part)
 
 
@@ -191,6 +205,7 @@ def build_roles(
     activation_checkpointing: bool = False,
     new_reward_head: bool = False,
     sharing: Sharing | None = None,
+    int8: Int8 | None = None,
 ) -> Roles:
     """The parts of PPO from an SFT policy's folder and, where there is one, a reward model's folder.
 
@@ -202,15 +217,19 @@ def build_roles(
         new_reward_head: ``reward_path`` is a language model's, which a random head makes a stand-in.
         sharing: None shares bases where adapters allow it, as the table above says; on one base a value that starts as
             the reward has that one's adapter, and ``value_lora`` says nothing.
+        int8: holds frozen weights in int8, those under adapters too, and measures what that changes.
 
     Raises:
-        ModelError: a folder that does not hold what its part needs, or no reward model for a value that starts as it.
+        ModelError: a folder that does not hold what its part needs, no reward model for a value that starts as it, or
+            int8 that changes too much.
     """
     if value_from == "reward" and reward_path is None:
         raise ModelError("value_from: reward needs a reward model and there is none; take value_from: policy or trunk")
     hardware: dict[str, Any] = {"device": device, "dtype": dtype, "attention": attention}
+    policy: LanguageModel
+    reference: LanguageModel
     value: ScalarModel | TrunkHead
-    reward: ScalarModel | None = None
+    reward: ScalarModel | None
     if sharing == "shared":
         if policy_lora is None:
             raise ModelError("parts on one base need adapters; give policy_lora")
@@ -219,26 +238,14 @@ def build_roles(
             new_reward_head=new_reward_head, **hardware,
         )  # fmt: skip
         policy, reference, value, reward = parts.policy, parts.reference, parts.value, parts.reward
+        if int8 is not None:
+            int8.hold(reference=reference, reward=reward)
     else:
-        policy = build_policy(policy_path, lora=policy_lora, **hardware)
-        reference = policy
-        if not is_adapted(policy.model) or sharing == "separate":
-            held = torch.float32 if policy_lora is None else dtype
-            reference = build_policy(policy_path, lora=None, trained=False, weights=held, **hardware)
-        if value_from in ("trunk", "frozen_trunk"):
-            value = TrunkHead(policy, frozen=value_from == "frozen_trunk")
-        elif value_from == "policy":
-            value = build_scalar(policy_path, lora=value_lora, new_head=True, **hardware)
-            value.set_head(torch.zeros(1, device=device))
-        else:
-            assert reward_path is not None
-            value = build_scalar(reward_path, lora=value_lora, new_head=new_reward_head, **hardware)
-            reward = value if is_adapted(value.model) and sharing != "separate" else None
-        if reward is None and reward_path is not None:
-            held = torch.float32 if value_lora is None else dtype
-            reward = build_scalar(
-                reward_path, lora=None, trained=False, weights=held, new_head=new_reward_head, **hardware
-            )
+        apart = sharing == "separate"
+        policy, reference = _policy_and_reference(policy_path, policy_lora, apart, int8, **hardware)
+        value, reward = _value_and_reward(
+            policy, policy_path, reward_path, value_lora, value_from, apart, int8, new_reward_head, **hardware
+        )
     if activation_checkpointing:
         for part in (policy, value):
             if isinstance(part, Part):
@@ -246,7 +253,49 @@ def build_roles(
     starts_as_reward = value_from == "reward"
     return Roles(
         policy,
-        Reference(reference),
+        Reference(reference, is_exact=int8 is None or is_adapted(policy.model)),
         Value(value, value_shift, value_scale) if starts_as_reward else Value(value),
         None if reward is None else Reward(reward),
+        int8,
     )
+
+
+def _policy_and_reference(
+    path: Path | str, lora: LoraSettings | None, apart: bool, int8: Int8 | None, **hardware: Any
+) -> tuple[LanguageModel, LanguageModel]:
+    """``apart``: the reference is a model of its own although adapters allow one base."""
+    policy = build_policy(path, lora=lora, **hardware)
+    reference = policy
+    if not is_adapted(policy.model) or apart:
+        held = torch.float32 if lora is None else hardware["dtype"]
+        reference = build_policy(path, lora=None, trained=False, weights=held, **hardware)
+    if int8 is not None:  # before the next model is loaded
+        int8.hold(reference=reference)
+        quantise(policy)
+    return policy, reference
+
+
+def _value_and_reward(
+    policy: LanguageModel, policy_path: Path | str, reward_path: Path | str | None, lora: LoraSettings | None,
+    value_from: ValueFrom, apart: bool, int8: Int8 | None, new_reward_head: bool, **hardware: Any,
+) -> tuple[ScalarModel | TrunkHead, ScalarModel | None]:  # fmt: skip
+    """``apart``: as in :func:`_policy_and_reference`."""
+    value: ScalarModel | TrunkHead
+    reward: ScalarModel | None = None
+    if value_from in ("trunk", "frozen_trunk"):
+        value = TrunkHead(policy, frozen=value_from == "frozen_trunk")
+    elif value_from == "policy":
+        value = build_scalar(policy_path, lora=lora, new_head=True, **hardware)
+        value.set_head(torch.zeros(1, device=policy.device))
+    else:
+        assert reward_path is not None
+        value = build_scalar(reward_path, lora=lora, new_head=new_reward_head, **hardware)
+        reward = value if is_adapted(value.model) and not apart else None
+    if int8 is not None and reward is None and isinstance(value, ScalarModel):
+        quantise(value)
+    if reward is None and reward_path is not None:
+        held = torch.float32 if lora is None else hardware["dtype"]
+        reward = build_scalar(reward_path, lora=None, trained=False, weights=held, new_head=new_reward_head, **hardware)
+    if int8 is not None:
+        int8.hold(reward=reward)
+    return value, reward

@@ -63,6 +63,7 @@ def check(recipe: Recipe, *, on_proof: Callable[[Proof], None] | None = None) ->
     """
     from heedful.data.chat import end_token_ids
     from heedful.models.hardware import seed_everything
+    from heedful.models.load import load_tokenizer
     from heedful.pipeline.stages import check_files
     from heedful.rollout.hf import HFEngine
 
@@ -79,9 +80,9 @@ def check(recipe: Recipe, *, on_proof: Callable[[Proof], None] | None = None) ->
         }
         config = config.model_copy(update={"rewards": parts})
     seed_everything(recipe.seed)
-    roles = ppo_roles(context)
-    prompts, _ = ppo_prompts(context, roles.policy.tokenizer)
-    scoring = build_scoring(context, config, roles.reward)
+    prompts, _ = ppo_prompts(context, load_tokenizer(context.sft_policy))
+    roles = ppo_roles(context, prompts)
+    scoring = build_scoring(context, config, roles.reward, int8=roles.int8)
     engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
     proofs: list[Proof] = []
 

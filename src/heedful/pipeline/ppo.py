@@ -57,6 +57,7 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     """Train the policy; results of the stage."""
     from heedful.data.chat import end_token_ids
     from heedful.models.export import save_policy
+    from heedful.models.load import load_tokenizer
     from heedful.rollout.cache import ScoreCache
     from heedful.rollout.hf import HFEngine
     from heedful.train import checkpoint
@@ -69,10 +70,11 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     if config.uses_own_reward:
         verdict = gate(context.reward_card, recipe)
     tell(f"gate: {verdict}")
-    roles = ppo_roles(context)
+    prompts, counts = ppo_prompts(context, load_tokenizer(context.sft_policy))
+    roles = ppo_roles(context, prompts)
     # in the stage's own folder: a score that another run has left may differ in the last bit
-    scoring = build_scoring(context, config, roles.reward, cache=ScoreCache(stage.path / "scores.sqlite"))
-    prompts, counts = ppo_prompts(context, roles.policy.tokenizer)
+    cache = ScoreCache(stage.path / "scores.sqlite")
+    scoring = build_scoring(context, config, roles.reward, cache=cache, int8=roles.int8)
     demonstrations = _demonstrations(context, roles.policy.tokenizer)
     engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
     if config.self_test and not checkpoint.exist(stage.checkpoints):  # a run that goes on has proved itself
@@ -87,9 +89,10 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
         demonstrations=demonstrations, gold=_gold(recipe),
         on_first_scores=partial(_tell_scores, stage, {prompt.id: prompt.category for prompt, _ in prompts}),
     )  # fmt: skip
-    save_policy(roles.policy.model, roles.policy.tokenizer, stage.model)
+    save_policy(roles.policy.model, roles.policy.tokenizer, stage.model, base=context.sft_policy)
     before = stage.path / SCORES_BEFORE  # not there where an older heedful took the first step
-    return {**results, "gate": verdict, **counts, "scores_before": read_json(before) if before.exists() else {}}
+    results |= {"gate": verdict, **counts, "scores_before": read_json(before) if before.exists() else {}}
+    return results | ({"int8": roles.int8.found} if roles.int8 else {})
 
 
 def _tell_scores(stage: StageFolder, categories: dict[str, str], rollouts: list[Rollout]) -> None:
@@ -104,8 +107,12 @@ def _tell_scores(stage: StageFolder, categories: dict[str, str], rollouts: list[
     write_json(stage.path / SCORES_BEFORE, found)
 
 
-def ppo_roles(context: Context) -> Roles:
-    """The four parts as the recipe has them, from the models that the stages before left."""
+def ppo_roles(context: Context, prompts: Sequence[tuple[Prompt, list[int]]] = ()) -> Roles:
+    """The four parts as the recipe has them, from the models that the stages before left.
+
+    ``prompts`` are what int8 is measured on; without them it is not measured.
+    """
+    from heedful.models.quantise import Int8
     from heedful.models.roles import build_roles
 
     config = context.recipe.ppo
@@ -115,11 +122,13 @@ def ppo_roles(context: Context) -> Roles:
     # the value starts as the reward model, so it is in the units that the reward has after scaling and weighing
     own = next((p for p in config.reward_parts.values() if p.model == "run:reward"), RewardPart(model="run:reward"))
     scaled = card is not None and (own.scaling or config.score_scaling) != "none"
+    int8 = Int8(prompts, config.sampling.temperature) if config.frozen_weights == "int8" else None
     mean, std = (card.score_mean, card.score_std) if card and scaled else (0.0, 1.0)
     return build_roles(
         context.sft_policy, reward_path, policy_lora=config.lora, value_lora=config.lora, value_from=config.value_from,
         value_shift=mean, value_scale=std / own.weight, new_reward_head=context.reward_is_stand_in,
-        activation_checkpointing=config.activation_checkpointing, sharing=config.roles, **context.hardware(),
+        activation_checkpointing=config.activation_checkpointing, sharing=config.roles, int8=int8,
+        **context.hardware(),
     )  # fmt: skip
 
 

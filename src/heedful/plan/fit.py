@@ -10,7 +10,7 @@ from typing import Literal
 
 from heedful.config.recipe import Recipe, Stage
 from heedful.config.section import LoraConfig
-from heedful.plan.memory import FLOAT32, MOMENTS, Setup, StagePlan, plan_memory, ppo_models
+from heedful.plan.memory import FLOAT32, MOMENTS, Setup, StagePlan, plan_memory
 from heedful.plan.workload import StageWork
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -68,10 +68,6 @@ def not_yet(setup: Setup, stage: Stage) -> dict[str, int]:
     plan = _plan(setup, stage)
     largest = plan.largest
     found: dict[str, int] = {}
-    if stage == "ppo":
-        models = [m for m in ppo_models(setup) if not m.on_policy and (m.training is None or m.training.rank)]
-        saved = sum(m.num_own * (m.weight_bytes - 1) for m in models)
-        found["frozen weights in int8"] = largest.total_bytes - saved
     optimizer = sum(size for name, size in largest.parts.items() if name.endswith("optimizer"))
     found["optimizer offloaded to main memory"] = largest.total_bytes - optimizer
     if setup.machine.num > 1:
@@ -103,6 +99,8 @@ def _switches(setup: Setup, stage: Stage) -> list[Switch]:
     if stage == "ppo" and not section.activation_checkpointing:
         found.append(Switch("--ppo.activation_checkpointing true", 2,
                             lambda s: _with(s, stage, {"activation_checkpointing": True})))  # fmt: skip
+    if stage == "ppo" and section.frozen_weights == "float":
+        found.append(Switch("--ppo.frozen_weights int8", 2, lambda s: _with(s, stage, {"frozen_weights": "int8"})))
     if stage == "ppo" and section.value_from in OWN_VALUE:
         found.append(Switch("--ppo.value_from trunk", 4, lambda s: _with(s, stage, {"value_from": "trunk"}), True))
     if stage == "ppo" and setup.base == setup.reward and section.roles is None and section.value_from in OWN_VALUE:

@@ -77,6 +77,8 @@ class Model:
     """Its adapters are held, not trained"""
     on_policy: bool = False
     """Its base is the policy's; adapters and head are all that it has of its own"""
+    int8: bool = False
+    """Its matrix products are held in a byte per weight, with a scale of two bytes per row"""
 
     @property
     def num_own(self) -> int:
@@ -99,7 +101,13 @@ class Model:
     def held_bytes(self) -> int:
         """Weights; adapters are float32, as is a score head."""
         adapters = self.num_trained * FLOAT32 if self.training and self.training.rank is not None else 0
-        return adapters + (0 if self.on_policy else self.num_own * self.weight_bytes)
+        return adapters + (0 if self.on_policy else self.num_own * self.weight_bytes - self.saved_bytes)
+
+    @property
+    def saved_bytes(self) -> int:
+        """What int8 takes off the weights of the model itself."""
+        scales = 2 * sum(linear.outputs for linear in self.shape.all_linears())
+        return self.shape.num_linear_weights * (self.weight_bytes - 1) - scales if self.int8 else 0
 
     @property
     def cast_bytes(self) -> int:
@@ -222,6 +230,8 @@ def ppo_models(setup: Setup) -> list[Model]:
     elif config.uses_own_reward and (config.value_from != "reward" or lora is None or separate):
         models.append(Model("reward", setup.reward, True, FLOAT32 if lora is None else s))
     models += [Model(f"reward {n}", shape, True, setup.s) for n, shape in enumerate(setup.more_rewards, start=2)]
+    if config.frozen_weights == "int8":
+        models = [m if m.training and m.training.rank is None else replace(m, int8=True) for m in models]
     return models
 
 
@@ -233,6 +243,9 @@ def _ppo(setup: Setup) -> StagePlan:
     value = next((m for m in models if m.part == "value"), None)
     held = {**_libraries(setup), **_of_models(models), **_moments(models)}
     held["engine: parameters"] = setup.base.num_causal * setup.s
+    if config.frozen_weights == "int8":  # a product casts its weight, and forgets the cast
+        largest = max(x.num_weights for m in models if m.int8 for x in m.shape.all_linears())
+        held["cast of an int8 weight"] = largest * setup.s
     copies = (config.ema_decay is not None) + (config.best is not None)
     if copies and setup.machine.kind == "cpu" or config.ema_decay is not None:
         held["averaged and best weights"] = copies * policy.num_trained * FLOAT32
@@ -325,7 +338,10 @@ def _saving(setup: Setup, held: dict[str, int], model: Model) -> Iterator[Phase]
     if model.training is not None and model.training.rank is not None:
         twice = model.shape.num_embedding if model.shape.tied and not model.scalar else 0  # under both of its names
         holes = HEAP_MERGE if setup.machine.kind == "cpu" else 0.0
-        yield Phase("save", {**held, "merged copy": int((model.num_own + twice) * FLOAT32 * (1 + holes))})
+        parts = {"merged copy": int((model.num_own + twice) * FLOAT32 * (1 + holes))}
+        if model.int8 and setup.machine.kind == "cpu":  # read again into main memory, to merge into them
+            parts["weights before int8"] = model.num_own * setup.s
+        yield Phase("save", {**held, **parts})
 
 
 def _disk(models: list[Model], saved: Model, keep: int) -> dict[str, int]:

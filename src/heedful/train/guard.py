@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heedful.errors import GuardError, NonFiniteError
+from heedful.models.quantise import LARGEST_BOUND_NATS
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6, torch.bfloat16: 2e-3, torch.float16: 2e-3}
 """Largest |ratio − 1| and |KL| that rounding may cause. Both forwards take the same micro-batches through the same
@@ -72,12 +73,25 @@ def gradients(
     )  # fmt: skip
 
 
-def reference_is_start(kl_BT: Tensor, loss_mask_BT: Tensor, *, dtype: torch.dtype, ids: Sequence[str]) -> None:
-    """At step 0 policy and reference are the same model: log π − log π_ref must be 0 on every counted token."""
+def reference_is_start(
+    kl_BT: Tensor, loss_mask_BT: Tensor, *, dtype: torch.dtype, ids: Sequence[str], is_exact: bool = True
+) -> None:
+    """At step 0 policy and reference are the same model: log π − log π_ref must be 0 on every counted token.
+
+    Args:
+        is_exact: False where the reference is the policy in int8, which may be off by what that may change.
+    """
     gap_BT = torch.where(loss_mask_BT, kl_BT.abs(), 0.0)
     worst = float(gap_BT.max()) if gap_BT.numel() else 0.0
-    if worst > TOLERANCE[dtype]:
-        row = int(gap_BT.max(dim=1).values.argmax())
+    row = int(gap_BT.max(dim=1).values.argmax()) if gap_BT.numel() else 0
+    if not is_exact:
+        if not worst <= LARGEST_BOUND_NATS:
+            raise GuardError(
+                f"KL to the reference is {worst:.3g} nats on a token of sample {ids[row]} at step 0, where the "
+                f"reference is the policy in int8 and at most {LARGEST_BOUND_NATS:g} are allowed; set "
+                f"ppo.frozen_weights to float"
+            )
+    elif worst > TOLERANCE[dtype]:
         raise GuardError(
             f"KL to the reference is {worst:.3g} nats on a token of sample {ids[row]} at step 0, where policy and "
             f"reference are the same model and it must be 0; check that both were loaded from the same folder with "

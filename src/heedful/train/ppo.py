@@ -127,7 +127,9 @@ def _prove_start(experience: Experience, roles: Roles) -> None:
     tokens = experience.batch.tokens
     for kl_BT in (experience.kl_BT, experience.exact_kl_BT):
         if kl_BT is not None:
-            guard.reference_is_start(kl_BT, tokens.loss_mask_BT, dtype=roles.policy.dtype, ids=tokens.ids)
+            guard.reference_is_start(
+                kl_BT, tokens.loss_mask_BT, dtype=roles.policy.dtype, ids=tokens.ids, is_exact=roles.reference.is_exact
+            )
 
 
 def _log_leash(controller: KLController, stats: StepStats) -> None:

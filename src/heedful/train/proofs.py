@@ -19,6 +19,7 @@ from heedful.batches import TokenBatch
 from heedful.config.ppo import PPOConfig
 from heedful.data import chat
 from heedful.models.parts import ScalarModel
+from heedful.models.quantise import ANSWERS, LARGEST_BOUND_NATS, MEAN_BOUND_NATS
 from heedful.models.roles import Reward, Roles
 from heedful.objectives import kl
 from heedful.records import Message
@@ -251,8 +252,18 @@ def first_ratio_is_1(bench: Bench) -> Finding:
 
 
 def reference_is_policy(bench: Bench) -> Finding:
-    """Before the first step policy and reference are one model: every KL is 0."""
+    """Before the first step policy and reference are one model: every KL is 0, or what int8 makes of it."""
     s = bench.streams
+    if not bench.roles.reference.is_exact:
+        gap_N = (s.logprobs_N - s.reference_logprobs_N).abs()
+        mean, largest = float(gap_N.mean()), float(gap_N.max())
+        return Finding(
+            mean <= MEAN_BOUND_NATS and largest <= LARGEST_BOUND_NATS,
+            f"the reference is the policy in int8: the KL starts at {float(s.exact_kl_N.mean()):.2g} nats per token, "
+            f"log-probs differ by {mean:.2g} in the mean, {largest:.2g} at most",
+            f"log-probs that differ by at most {MEAN_BOUND_NATS:g} in the mean and {LARGEST_BOUND_NATS:g} on a token",
+            "set ppo.frozen_weights to float",
+        )
     kinds: tuple[kl.Kind, ...] = ("k1", "k2", "k3", "abs")
     estimates: dict[str, Tensor] = {kind: kl.estimate(s.logprobs_N, s.reference_logprobs_N, kind) for kind in kinds}
     found = {name: float(kl_N.abs().max()) for name, kl_N in {**estimates, "exact": s.exact_kl_N}.items()}
@@ -329,21 +340,17 @@ def reward_is_read_at_the_end(bench: Bench) -> Finding:
     return Finding(worst <= bound, measured, words, advice)
 
 
-READ_ANSWERS = ("Yes.", "No, I would rather not say that today.", "It depends: some do, some do not; I do not know.")
-
-
 def _reading_gap(bench: Bench, reader: Reward) -> float:
     """The largest distance of a score from the scalar after the last token of the sequence alone, in score sizes."""
     part, prompt = reader.part, bench.prompts[0][0]
-    messages = [prompt.messages] * len(READ_ANSWERS)
+    messages = [prompt.messages] * len(ANSWERS)
     sequences = [
-        chat.prompt_ids(part.tokenizer, prompt.messages) + chat.answer_ids(part.tokenizer, answer)
-        for answer in READ_ANSWERS
+        chat.prompt_ids(part.tokenizer, prompt.messages) + chat.answer_ids(part.tokenizer, answer) for answer in ANSWERS
     ]
     scalars = [_scalars(reader, ids) for ids in sequences]
     expected_N = torch.stack([scalars_T[-1] for scalars_T in scalars])
     budgets = (1, 10**6)  # every answer alone, and all together
-    read = [torch.tensor(reader.score_texts(messages, READ_ANSWERS, micro_batch_tokens=n)) for n in budgets]
+    read = [torch.tensor(reader.score_texts(messages, ANSWERS, micro_batch_tokens=n)) for n in budgets]
     width = max(map(len, sequences))
     for pad in (part.pad_id, chat.end_token_ids(part.tokenizer)[0]):
         for total in (width, width + 7):

@@ -124,7 +124,10 @@ def _score(record: Replay, roles: Roles, found: Findings) -> None:
     if record.step == 0:
         tokens = experience.batch.tokens
         found.stream("KL", experience.kl_BT[tokens.loss_mask_BT])
-        guard.reference_is_start(experience.kl_BT, tokens.loss_mask_BT, dtype=roles.policy.dtype, ids=tokens.ids)
+        guard.reference_is_start(
+            experience.kl_BT, tokens.loss_mask_BT, dtype=roles.policy.dtype, ids=tokens.ids,
+            is_exact=roles.reference.is_exact,
+        )  # fmt: skip
 
 
 def _update(record: Replay, roles: Roles, found: Findings) -> None:

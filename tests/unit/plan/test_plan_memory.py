@@ -79,32 +79,64 @@ def test_on_one_base_the_weights_are_there_once():
     assert optimizers == ["policy: optimizer", "value: optimizer"]
 
 
+@pytest.mark.parametrize("frozen", ["float", "int8"])
 @pytest.mark.parametrize("value_from", ["policy", "trunk"])
 @pytest.mark.parametrize(("lora", "roles"), [(None, None), ({"rank": 4}, None), ({"rank": 4}, "shared")])
-def test_they_are_the_models_that_roles_builds(toy_model, lora, roles, value_from):
+def test_they_are_the_models_that_roles_builds(toy_model, lora, roles, value_from, frozen):
     """Counted on the real parts: every storage once."""
     import torch
 
+    from heedful.models.int8 import Int8Linear
+    from heedful.models.quantise import Int8
     from heedful.models.roles import build_roles
     from heedful.plan.shape import read_shape
 
     if roles == "shared" and value_from == "trunk":
         pytest.skip("a contradiction, which the recipe refuses")
     shape = read_shape(toy_model)
-    section = {"value_from": value_from, "lora": lora, "roles": roles, "rewards": {"f": {"function": "m:f"}}}
+    section = {"value_from": value_from, "lora": lora, "roles": roles, "rewards": {"f": {"function": "m:f"}},
+               "frozen_weights": frozen}  # fmt: skip
     recipe = Recipe.model_validate({"model": {"name": "toy", "dtype": "bfloat16"}, "data": DATA, "ppo": section})
     found = Setup(recipe, shape, shape, gpu("h200"), of_limits(recipe, shape.max_positions))
     assert recipe.ppo is not None
     settings = recipe.ppo.lora
     parts = build_roles(
         toy_model, None, policy_lora=settings, value_lora=settings, value_from=value_from, sharing=roles,
-        device=torch.device("cpu"), dtype=torch.bfloat16,
+        device=torch.device("cpu"), dtype=torch.bfloat16, int8=Int8() if frozen == "int8" else None,
     )  # fmt: skip
     models = [parts.policy.model, parts.reference.part.model, parts.value.part.model]
     weights = {p.data_ptr(): p.nbytes for model in models for p in model.parameters()}
+    int8 = [layer for model in models for layer in model.modules() if isinstance(layer, Int8Linear)]
+    assert bool(int8) == (frozen == "int8")
+    weights |= {b.data_ptr(): b.nbytes for layer in int8 for b in layer.buffers()}
     planned = sum(model.held_bytes for model in ppo_models(found))
     heads = 4 * shape.width * 4  # float32 heads, PEFT's original among them
     assert abs(sum(weights.values()) - planned) <= heads
+
+
+def test_int8_holds_a_byte_per_weight_of_what_is_not_trained():
+    shape, adapters = NAMED["7b"], NAMED["7b"].num_lora(16, "all-linear")
+    int8 = {"frozen_weights": "int8"}
+    rows = 32 * (5 * 4096 + 2 * 11008)  # 4 products to the width of attention, gate and way up, way down
+    linear = shape.num_linear_weights
+    held = {m.part: m.held_bytes for m in ppo_models(setup(ppo={"roles": "shared", **int8}))}
+    assert held["policy"] == linear + 2 * rows + 2 * (shape.num_causal - linear) + 4 * adapters
+    full = {m.part: m.held_bytes for m in ppo_models(setup(ppo=int8))}
+    assert full["reference"] == linear + 2 * rows + 4 * (shape.num_causal - linear)
+    assert full["policy"] == 4 * shape.num_causal  # is trained
+    phases = {phase.name: phase.parts for phase in stage(setup(ppo={"roles": "shared", **int8}), "ppo").phases}
+    assert phases["train policy"]["cast of an int8 weight"] == 2 * 4096 * 11008
+    two_cores = Machine("two cores", "cpu", 24 * GIB, 1.7e12, 24e9)
+    on_cpu = stage(setup("smollm2-135m", two_cores, ppo={"lora": {"rank": 16}, **int8}), "ppo").phases[-1].parts
+    assert on_cpu["weights before int8"] == 2 * NAMED["smollm2-135m"].num_causal
+
+
+def test_int8_is_named_where_it_makes_a_stage_fit():
+    found = setup("13b", gpu("h200"), ppo={"lora": {"rank": 16}, "micro_batch_tokens": 512})
+    cure = remedy(found, "ppo")
+    assert cure is not None and cure.switches == ("--ppo.frozen_weights int8",)
+    done = setup("13b", gpu("h200"), ppo={"lora": {"rank": 16}, "micro_batch_tokens": 512, "frozen_weights": "int8"})
+    assert remedy(done, "ppo") is not None and stage(done, "ppo").peak_bytes == cure.peak_bytes
 
 
 def test_the_peak_is_the_largest_phase_and_not_the_sum():
