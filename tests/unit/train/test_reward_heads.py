@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -171,7 +172,7 @@ def moved(content):
     [
         (lambda content: content.pop("weight"), "does not hold the heads"),
         (lambda content: content["names"].append("third"), "not as many rows as names"),
-        (lambda content: content.update(weight=[row[:-1] for row in content["weight"]]), "another form"),
+        (lambda content: content.update(weight=[row[:-1] for row in content["weight"]]), "do not fit the model's own"),
         (lambda content: content.update(weight=[[math.nan] * 32] * 2), "a row not finite"),
         (lambda content: content.update(kind="committee"), "its kind is 'committee'"),
         (lambda content: content.update(kind=["ensemble"]), "its kind is"),
