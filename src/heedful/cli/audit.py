@@ -8,6 +8,7 @@ import math
 import textwrap
 from typing import TYPE_CHECKING, Any
 
+from heedful.cli.numbers import SEEDS, whole
 from heedful.cli.score import MODEL_HELP, opened_as, scorer_options
 
 if TYPE_CHECKING:
@@ -37,13 +38,15 @@ def add_parser(verbs: Any) -> None:
         "--on_bad_row", choices=("error", "skip"), default="error",
         help="stop at the first row that cannot be used (default), or leave such rows out",
     )  # fmt: skip
-    sub.add_argument("--max_prompts", type=_positive, default=64, metavar="N", help="of FILE (default 64)")
+    sub.add_argument("--max_prompts", type=whole(1), default=64, metavar="N", help="of FILE (default 64)")
     sub.add_argument(
         "--language", choices=("en", "zh", "both"), default="both", help="of the shipped texts (default both)"
     )
     sub.add_argument("--update_card", action="store_true", help="write the result into MODEL's reward card, for PPO")
     scorer_options(sub)
-    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw and the intervals (default 0)")
+    sub.add_argument(
+        "--seed", type=whole(*SEEDS), default=0, metavar="N", help="of the draw and the intervals (default 0)"
+    )
     sub.add_argument("--no_cache", action="store_true", help="compute every score, and see whether scores repeat")
     sub.add_argument("--json", action="store_true", help="print JSON")
     sub.set_defaults(handler=handle)
@@ -100,10 +103,3 @@ def _line(p: ProbeResult) -> str:
     effect = "" if p.effect is None else f"{p.effect:+.2f}"
     interval = "" if p.low is None else f"[{p.low:+.2f}, {p.high:+.2f}]"
     return f"{verdict:<8} {p.name:<20}{effect:>8}{interval:>18}  {p.variant or p.says}"[:118].rstrip()
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number

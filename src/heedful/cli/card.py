@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from heedful.cli.numbers import SEEDS, whole
 from heedful.cli.score import MODEL_HELP, opened_as, scorer_options
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def add_parser(verbs: Any) -> None:
         help="stop at the first row that cannot be used (default), or leave such rows out and count them",
     )  # fmt: skip
     scorer_options(sub)
-    sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the intervals (default 0)")
+    sub.add_argument("--seed", type=whole(*SEEDS), default=0, metavar="N", help="of the intervals (default 0)")
     sub.add_argument("--no_cache", action="store_true", help="compute every score, whatever is known from before")
     sub.add_argument("--json", action="store_true", help="print the card as JSON")
     sub.set_defaults(handler=handle)

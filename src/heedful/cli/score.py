@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+from heedful.cli.numbers import seconds, whole
+
 DESCRIPTION = """Score every answer in FILE (rankings, pairs, or prompts with answers, in any format that
 `heedful data inspect` knows) and write one row per answer, in the order of FILE. Interrupted, the
 same command goes on where it stopped. The distribution of the scores is printed."""
@@ -40,11 +42,11 @@ def scorer_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="of a folder: auto, cpu, cuda, cuda:1, mps")
     parser.add_argument("--dtype", default="auto", help="of a folder: compute precision (auto, float32, bfloat16)")
     parser.add_argument(
-        "--micro_batch_tokens", type=int, default=4096, metavar="N",
+        "--micro_batch_tokens", type=whole(1), default=4096, metavar="N",
         help="of a folder: padded tokens per forward (default 4096)",
     )  # fmt: skip
     parser.add_argument(
-        "--timeout_seconds", type=float, default=60.0, metavar="S",
+        "--timeout_seconds", type=seconds, default=60.0, metavar="S",
         help="of a server: for each request of at most 64 answers (default 60)",
     )  # fmt: skip
 

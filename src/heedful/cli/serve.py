@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from heedful.cli.numbers import whole
+
 DESCRIPTION = """Serve a reward model in OpenRLHF's protocol, for trainers that ask over HTTP:
 POST /get_reward {"query": [...], "prompts": [...], "labels": [...]}. GET /health says that it lives.
 Queries are texts as the model's own chat template writes them. Ctrl-C or SIGTERM ends it once the
@@ -23,8 +25,9 @@ def add_parser(verbs: Any) -> None:
     sub.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     sub.add_argument("--dtype", default="auto", help="compute precision: auto, float32, bfloat16")
     sub.add_argument(
-        "--micro_batch_tokens", type=int, default=4096, metavar="N", help="padded tokens per forward (default 4096)"
-    )
+        "--micro_batch_tokens", type=whole(1), default=4096, metavar="N",
+        help="padded tokens per forward (default 4096)",
+    )  # fmt: skip
     sub.set_defaults(handler=handle)
 
 
