@@ -346,9 +346,8 @@ class RewardCard(Record):
     """Over the held-out answers; PPO standardises by these."""
     train_accuracy: float | None = None
     loss: float | None = None
-    """Held-out Bradley–Terry loss of the score (nats), the mean over prompts."""
     labels_loss: float | None = None
-    """Held-out loss of the labels that were trained (nats), the mean over the heads; what ``keep: best`` goes by."""
+    """Held-out (nats): Bradley–Terry of the score; of the labels as trained, mean over heads (``keep: best``'s)."""
     data: dict[str, Any] = field(default_factory=dict)
     over_pairs: float | None = None
     over_pairs_low: float | None = None

@@ -101,11 +101,17 @@ def _about(card: RewardCard) -> str:
 
 
 def _use(card: RewardCard) -> str:
+    kind = f"attributes ({', '.join(map(_cell, card.attributes))})" if card.attributes else "an ensemble"
+    heads = (
+        f"\n\nThe score is made of several heads, {kind}; `heads.json` holds them, `heedful score` shows each."
+        if card.attributes or card.disagreement is not None
+        else ""
+    )
     return (
         f"{USE}\n\nThe score is read at the token that ends the answer, so a text must end there, as the folder's "
         f"own chat template ends it; a newline that another prints behind it is to be cut off. Over held-out answers "
         f"the scores have mean {card.score_mean:.4g} and deviation {card.score_std:.4g} (`reward_norm.json`). The same "
-        f"numbers come from `heedful score`, and over HTTP in OpenRLHF's protocol from `heedful serve-reward`."
+        f"numbers come from `heedful score`, and over HTTP in OpenRLHF's protocol from `heedful serve-reward`.{heads}"
     )
 
 

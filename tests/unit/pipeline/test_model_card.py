@@ -69,3 +69,11 @@ def test_it_is_written_from_the_card_in_the_folder(tmp_path):
     write_json(tmp_path / "reward_card.json", card().to_json())
     write_model_card(tmp_path)
     assert (tmp_path / "README.md").read_text() == model_card(card())
+
+
+def test_heads_are_told_where_there_are_some():
+    plain = card()
+    rated = replace(plain, attributes={"kind": plain.by_category["chat"], "long": plain.by_category["chat"]})
+    assert "heads" not in model_card(plain)
+    assert "several heads, attributes (kind, long); `heads.json` holds them" in model_card(rated)
+    assert "several heads, an ensemble; `heads.json`" in model_card(replace(plain, disagreement=0.2))
