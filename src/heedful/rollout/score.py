@@ -191,7 +191,8 @@ def as_numbers(who: str, values: Any, num_answers: int) -> list[float]:
     for value in given:
         if isinstance(value, bool) or not isinstance(value, Real):
             raise EngineError(f"{who} must give a list with one number per answer, not {reprlib.repr(value)}")
-        if MAX_SCORE < abs(value) < math.inf:
+        size: Any = abs(value)
+        if MAX_SCORE < size < math.inf:
             raise EngineError(f"{who} gave a score beyond ±{MAX_SCORE:.3g}, which float32 cannot hold; scale it down")
         numbers.append(float(value))
     if len(numbers) != num_answers:

@@ -174,7 +174,7 @@ class HTTPReward:
         numbers = as_numbers(f"reward {self.name!r}: {self.url}", values, num_answers)
         for number in numbers:
             if not math.isfinite(number):
-                raise self._wrong(f"a score of {number}; it must be a finite number")
+                raise self._wrong(f"a score of {json.dumps(number)}; it must be a finite number")
         return numbers
 
     def _wrong(self, problem: str) -> EngineError:
