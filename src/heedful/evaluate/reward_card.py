@@ -66,7 +66,7 @@ def build_card(
     overall = accuracy_of(right_M, pairs.prompt_M, seed=seed)
     if overall is None:
         raise DataError(
-            "no pair to judge: no ranking has two different answers of which people prefer one, baits and controls apart"
+            "no pair to judge: no ranking has two different answers of which one is preferred, baits and controls apart"
         )
 
     def part(chosen_M: np.ndarray) -> Accuracy | None:
