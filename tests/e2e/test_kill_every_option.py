@@ -75,6 +75,7 @@ def rewards(toy_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rewards")
     for name, seed in (("reward", 0), ("other", 9), ("adapter", 0)):
         lora = LoraConfig(rank=4) if name == "adapter" else None
+        torch.manual_seed(seed)  # adapters are drawn from the common stream
         part = build_scalar(toy_model, lora=lora, device=CPU, dtype=torch.float32, new_head=True, seed=seed)
         disturb(part)
         card = RewardCard(name, 0.8, 0.7, 0.9, 10, 10, score_mean=0.3, score_std=2.0)

@@ -16,14 +16,14 @@ ppo:
   steps: 2
   prompts_per_step: 4
   sampling: {{max_new_tokens: 4}}
-  rewards: {{size: {{function: "reward_of_the_user:size"}}}}
+  rewards: {{size: {{function: "reward_of_the_user:size", weight: 10}}}}
   value_from: {value_from}
   lora: {lora}
   self_test: false
 """
 FUNCTION = """
 def size(prompts, answers):
-    return [1e39 if i == 1 else 0.0 for i in range(len(answers))]
+    return [1e38 if i == 1 else 0.0 for i in range(len(answers))]
 """
 
 

@@ -42,15 +42,17 @@ class Scores:
         return [self.scores[i % len(self.scores)] for i in range(len(completions))]
 
 
-def break_in(parts, path, *, scores=(0.5, -0.5), demonstrations=(), **options):
+def break_in(parts, path, *, scores=(0.5, -0.5), weight=1.0, demonstrations=(), **options):
     """Train, expect a guard to stop it with no weight moved, and return its error and its replay file."""
     config = PPOConfig(**{"steps": 2, "prompts_per_step": 6, "sampling": SamplingConfig(max_new_tokens=4),
                           "micro_batch_tokens": 100, **options})  # fmt: skip
     ends = end_token_ids(parts.policy.tokenizer)
     engine = FakeEngine(lambda r: [50 + int(r.prompt_id[1:]), 51, ends[0]], ends, parts.policy.tokenizer)
     before = weights(parts)
+    source = Scores(*scores)
+    source.weight = weight
     with pytest.raises(GuardError) as caught:
-        train_ppo(parts, Scoring([Scores(*scores)]), prompts(parts.policy.tokenizer), config,
+        train_ppo(parts, Scoring([source]), prompts(parts.policy.tokenizer), config,
                   StageFolder(path, "ppo", 3), seed=0, engine=engine, demonstrations=demonstrations)  # fmt: skip
     after = weights(parts)
     assert all(torch.equal(after[n].nan_to_num(7.0), x.nan_to_num(7.0)) for n, x in before.items()), "a weight moved"
@@ -149,8 +151,8 @@ def test_value_head(models, tmp_path, value_from):
 
 
 def test_scores(models, tmp_path):
-    """1e39 is a finite number of Python and none of float32."""
-    error, file = break_in(roles(models), tmp_path, scores=(0.1, 1e39))
+    """Ten times 1e38 is a finite number of Python and none of float32."""
+    error, file = break_in(roles(models), tmp_path, scores=(0.1, 1e38), weight=10.0)
     assert error.stream == "scores" and len(error.ids) == 3
     found = again(file, roles(models))
     assert found.reproduced and found.module is None and found.streams["scores"].num_bad == 3
