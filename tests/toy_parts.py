@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from heedful.batches import TokenBatch
 from heedful.config.section import LoraConfig
 from heedful.models.parts import LanguageModel
 from heedful.models.roles import Roles, build_policy, build_roles, build_scalar
@@ -19,6 +20,11 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+IDS = torch.tensor([[7, 30, 41, 8, 99, 12], [5, 6, 7, 8, 9, 10]])
+BATCH = TokenBatch(
+    IDS[:, :-1], IDS[:, 1:], torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 5, dtype=torch.int64),
+    torch.arange(5).expand(2, 5),
+)  # fmt: skip
 WORDS = ["a", "I", "up", "red", "two words", "a rather long question"]
 
 

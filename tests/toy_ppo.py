@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from heedful.config.ppo import PPOConfig, SamplingConfig
-from heedful.rollout.score import Scoring
+from heedful.rollout.score import LearnedReward, Scoring
 from heedful.runs.folder import StageFolder
 from heedful.train.ppo import train_ppo
 from toy_parts import prompts
@@ -20,6 +20,18 @@ class Longer:
 
     def __call__(self, prompts, completions):
         return [len(c.ids) / 8 for c in completions]
+
+
+class StopsAtTheThird(LearnedReward):
+    """A Ctrl-C while the third batch of answers is scored."""
+
+    num_calls = 0
+
+    def __call__(self, *asked):
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise KeyboardInterrupt
+        return super().__call__(*asked)
 
 
 def train(parts, path, *, engine=None, seed=0, rewards=None, scalers=None, texts=None, demonstrations=(), gold=None,

@@ -61,6 +61,19 @@ def answer_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return [*ids, template.end_ids[0]]
 
 
+def scored_ids(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], answer: str) -> list[int]:
+    """Token ids of a prompt and an answer as a reward model reads them.
+
+    An end token that is spelled out inside the answer is left out: it would end the answer early.
+
+    Raises:
+        ModelError, RefusedConversation: as :func:`prompt_ids`.
+    """
+    for end in end_token_ids(tokenizer):
+        answer = answer.replace(str(tokenizer.convert_ids_to_tokens(end)), "")
+    return prompt_ids(tokenizer, messages) + answer_ids(tokenizer, answer)
+
+
 def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     """What the assistant said with these ids: of what :func:`answer_ids` gives, the text that it was given.
 

@@ -7,21 +7,14 @@ from torch import nn
 
 from heedful.batches import to_device
 from heedful.data.collate import ranking_batch
+from heedful.data.packing import attention_tokens_of
 from heedful.data.tokenise import RankingSample
 from heedful.models.parts import ScalarModel
 
-_SLOWER = 2
-"""Attention's multiply-adds take this many times longer than others. SmolLM2-135M on a CPU, rows of 128 to 768 tokens:
-2.7 (eager, bf16), 1.6 (eager, float32), 1.8 (sdpa, bf16), 1.1 (sdpa, float32); a wrong guess costs little"""
-
 
 def attention_tokens(model: ScalarModel) -> float | None:
-    """Length of a row at which attention takes as long as the rest of the model, for
-    :func:`~heedful.data.packing.ranking_rows`; None where rankings cannot be packed on this model.
-
-    In a row of W tokens, attention of width A takes 2 · W · A multiply-adds per token and layer, the rest of the model
-    one per weight. It follows from the shape of the model alone, so that the same data give the same rows anywhere.
-    """
+    """As :func:`~heedful.data.packing.attention_tokens_of`, for :func:`~heedful.data.packing.ranking_rows`; None where
+    rankings cannot be packed on this model."""
     if not _can_pack(model):
         return None
     config = model.base.config.get_text_config()
@@ -29,7 +22,7 @@ def attention_tokens(model: ScalarModel) -> float | None:
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     embeddings = {id(p) for m in model.base.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     num_weights = sum(p.numel() for p in model.base.parameters() if id(p) not in embeddings)
-    return float(num_weights / (2 * config.num_hidden_layers * width) / _SLOWER)
+    return attention_tokens_of(num_weights, config.num_hidden_layers, width)
 
 
 @torch.no_grad()

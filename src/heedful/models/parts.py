@@ -334,23 +334,17 @@ class ScalarModel(Part):
     def output_texts(
         self, prompts: Sequence[Sequence[Message]], answers: Sequence[str], *, micro_batch_tokens: int
     ) -> list[list[float]]:
-        """Every output of the head per (prompt, answer), encoded by this model's own tokenizer and template.
-
-        An end token that is spelled out inside an answer is left out: it would end the answer early.
+        """Every output of the head per (prompt, answer), encoded by this model's own tokenizer and template (see
+        :func:`~heedful.data.chat.scored_ids`).
 
         Args:
             micro_batch_tokens: padded tokens per forward; sequences of like length share one.
         """
-        from heedful.data.chat import answer_ids, end_token_ids, prompt_ids
+        from heedful.data.chat import scored_ids
 
         if len(prompts) != len(answers):
             raise ModelError(f"{len(prompts)} prompts but {len(answers)} answers to score")
-        ends = [self.tokenizer.convert_ids_to_tokens(id) for id in end_token_ids(self.tokenizer)]
-        sequences = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            for end in ends:
-                answer = answer.replace(end, "")
-            sequences.append(prompt_ids(self.tokenizer, prompt) + answer_ids(self.tokenizer, answer))
+        sequences = [scored_ids(self.tokenizer, *asked) for asked in zip(prompts, answers, strict=True)]
         return self.output_ids(sequences, micro_batch_tokens=micro_batch_tokens)
 
     @torch.no_grad()

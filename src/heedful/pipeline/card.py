@@ -12,7 +12,7 @@ from heedful.data.pairs import judged_answers, training_ranks
 from heedful.errors import DataError, HeedfulError
 from heedful.evaluate.reward_card import ScoredRanking, build_card
 from heedful.pipeline.fits import explained
-from heedful.pipeline.scorer import Outputs, kind_of, open_outputs
+from heedful.pipeline.scorer import Outputs, heads_of, open_outputs
 from heedful.records import Answer, Prompt, Ranking, RewardCard
 from heedful.runs.progress import Progress, tell
 
@@ -53,7 +53,7 @@ def card_of_file(
         DataError, ModelError: a text that the model cannot read, by its prompt's id.
         ConfigError, ModelError: as :func:`open_scorer`.
     """
-    heads = _heads(model)
+    heads = heads_of(model)
     rated = heads is not None and heads.kind == "attributes"
     loaded = load(source, kind="rankings", format=format, on_bad_row=on_bad_row, split=split, keep_ties=rated)
     say(loaded.summary())
@@ -89,18 +89,6 @@ def _judged(record: Ranking, source: str, num_dropped: Counter[str]) -> list[Ans
             raise DataError(f"{source}: ranking {record.group_id!r}: field 'gold' {what}")
         return list(record.answers)
     return judged_answers(record, num_dropped)
-
-
-def _heads(model: str) -> Heads | None:
-    """The heads in a model's folder, if it has several."""
-    if kind_of(model) != "folder":
-        return None
-    import torch
-
-    from heedful.models.heads import load_heads
-    from heedful.models.load import resolve
-
-    return load_heads(resolve(model), torch.device("cpu"))
 
 
 def _with_heads(

@@ -15,19 +15,16 @@ def why_unfit(model: str) -> Callable[[Prompt, str], str | None] | None:
         return None
     from transformers import AutoConfig
 
-    from heedful.data.chat import RefusedConversation, answer_ids, end_token_ids, prompt_ids
+    from heedful.data.chat import RefusedConversation, scored_ids
     from heedful.models.load import load_tokenizer, resolve
 
     path = resolve(model)
     limit = getattr(AutoConfig.from_pretrained(path).get_text_config(), "max_position_embeddings", None)
     tokenizer = load_tokenizer(path)
-    ends = [tokenizer.convert_ids_to_tokens(end) for end in end_token_ids(tokenizer)]
 
     def why(prompt: Prompt, answer: str) -> str | None:
-        for end in ends:
-            answer = answer.replace(end, "")  # as ScalarModel.output_texts does
         try:
-            num_tokens = len(prompt_ids(tokenizer, prompt.messages)) + len(answer_ids(tokenizer, answer))
+            num_tokens = len(scored_ids(tokenizer, prompt.messages, answer))
         except RefusedConversation as error:
             return str(error)
         if limit is None or num_tokens <= limit:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from heedful.config.recipe import Recipe
-from heedful.data.packing import RankingShape, padded_tokens, ranking_batches, ranking_rows, row_width
+from heedful.data.packing import (
+    RankingShape,
+    attention_tokens_of,
+    padded_tokens,
+    ranking_batches,
+    ranking_rows,
+    row_width,
+)
 from heedful.data.shipped import data_path
 from heedful.errors import HeedfulError
 from heedful.plan.activations import Batch
@@ -23,8 +30,6 @@ from heedful.records import Demonstration, Message, Ranking
 
 NUM_COUNTED = 256
 """Texts counted for the longest, and as many for the mean."""
-ATTENTION_SLOWER = 2
-"""As in ``models.packing``, which needs torch."""
 T = TypeVar("T")
 
 
@@ -148,7 +153,7 @@ def _reward(recipe: Recipe, count: TokenCounter, shape: ModelShape) -> StageWork
 
 def attention_tokens(shape: ModelShape) -> float:
     """As ``models.packing`` finds it for a model of this shape that can pack rankings."""
-    return (shape.num_trunk - shape.num_embedding) / (2 * shape.layers * shape.attention_width) / ATTENTION_SLOWER
+    return attention_tokens_of(shape.num_trunk - shape.num_embedding, shape.layers, shape.attention_width)
 
 
 def _ranking(record: Ranking, count: TokenCounter, max_tokens: int) -> RankingShape | None:

@@ -19,7 +19,7 @@ from heedful.data.writing import refuse_to_replace
 from heedful.errors import CheckpointError, DataError, HeedfulError
 from heedful.evaluate.spread import Spread, by_group, spread
 from heedful.pipeline.fits import explained
-from heedful.pipeline.scorer import Outputs, kind_of, open_outputs
+from heedful.pipeline.scorer import Outputs, heads_of, kind_of, open_outputs
 from heedful.records import Demonstration, Prompt, Ranking, Record
 from heedful.runs.journal import append_entry, read_entries
 from heedful.runs.progress import Progress, tell
@@ -159,14 +159,7 @@ def _plain(value: Any) -> Any:
 
 def _heads(model: str, outputs: Sequence[list[float]]) -> list[dict[str, Any]]:
     """What a row says of the model's heads; nothing where it has none."""
-    if kind_of(model) != "folder":
-        return [{}] * len(outputs)
-    import torch
-
-    from heedful.models.heads import load_heads
-    from heedful.models.load import resolve
-
-    heads = load_heads(resolve(model), torch.device("cpu"))
+    heads = heads_of(model)
     if heads is None:
         return [{}] * len(outputs)
     found: list[dict[str, Any]] = [{"heads": dict(zip(heads.names, row[1:], strict=True))} for row in outputs]

@@ -16,6 +16,7 @@ from heedful.records import Completion, Prompt
 from heedful.runs.progress import tell
 
 if TYPE_CHECKING:
+    from heedful.models.heads import Heads
     from heedful.rollout.cache import ScoreCache
 
 Scorer = Callable[[Sequence[Prompt], Sequence[str]], list[float]]
@@ -94,6 +95,22 @@ def kind_of(model: str) -> Literal["server", "function", "folder"]:
     if re.match(r"https?:", model):
         return "server"
     return "function" if re.fullmatch(r"[\w.]+:[\w.]+", model) and not Path(model).exists() else "folder"
+
+
+def heads_of(model: str) -> Heads | None:
+    """The heads in a model's folder; None where there are none, and for servers and functions.
+
+    Raises:
+        ModelError: no such model, or damaged heads.
+    """
+    if kind_of(model) != "folder":
+        return None
+    import torch
+
+    from heedful.models.heads import load_heads
+    from heedful.models.load import resolve
+
+    return load_heads(resolve(model), torch.device("cpu"))
 
 
 def _folder(

@@ -10,7 +10,7 @@ from typing import Literal
 
 from heedful.config.recipe import Recipe, Stage
 from heedful.config.section import LoraConfig
-from heedful.plan.memory import FLOAT32, MOMENTS, Setup, StagePlan, plan_memory
+from heedful.plan.memory import Setup, StagePlan, plan_memory
 from heedful.plan.workload import StageWork
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -131,7 +131,3 @@ def checkpoint_disk(plans: list[StagePlan]) -> int:
     """The most disk that the run's folder takes: every model, and the checkpoints of one stage at a time."""
     models = sum(plan.disk_bytes.get("model", 0) for plan in plans)
     return models + max((plan.disk_bytes.get("checkpoints", 0) for plan in plans), default=0)
-
-
-BYTES_PER_TRAINED = FLOAT32 + FLOAT32 + MOMENTS
-"""Weights, gradients and moments of a trained parameter."""

@@ -84,9 +84,7 @@ class LearnedReward:
         return model
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        outputs = self._model.output_texts(
-            [p.messages for p in prompts], [c.text for c in completions], micro_batch_tokens=self._micro_batch_tokens
-        )
+        outputs = _outputs(self._model, prompts, completions, self._micro_batch_tokens)
         return [row[self._head] for row in outputs]
 
 
@@ -99,10 +97,15 @@ class Disagreement:
         self._model, self._heads, self._micro_batch_tokens = model, heads, micro_batch_tokens
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        outputs = self._model.output_texts(
-            [p.messages for p in prompts], [c.text for c in completions], micro_batch_tokens=self._micro_batch_tokens
-        )
+        outputs = _outputs(self._model, prompts, completions, self._micro_batch_tokens)
         return [self._heads.disagreement(row[1:]) for row in outputs]
+
+
+def _outputs(
+    model: RewardModel, prompts: Sequence[Prompt], completions: Sequence[Completion], micro_batch_tokens: int
+) -> list[list[float]]:
+    messages, answers = [p.messages for p in prompts], [c.text for c in completions]
+    return model.output_texts(messages, answers, micro_batch_tokens=micro_batch_tokens)
 
 
 @final

@@ -85,20 +85,28 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
 
 
+def content_of(path: Path) -> bytes:
+    """All of a file, nothing when it does not exist.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, [] when it does not exist; a torn last line (a kill while writing) is left out.
 
     Raises:
         CheckpointError: another line is not a JSON object; the message names file and line.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     rows: list[dict[str, Any]] = []
-    lines = content.split(b"\n")
+    lines = content_of(path).split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

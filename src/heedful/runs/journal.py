@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from heedful.errors import CheckpointError
-from heedful.runs.files import sync_folder
+from heedful.runs.files import content_of, sync_folder
 
 
 def append_entry(path: Path, entry: Any) -> None:
@@ -45,14 +45,8 @@ def read_entries(path: Path) -> list[Any]:
     Raises:
         CheckpointError: the file cannot be read.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
     entries = []
-    for line in content.split(b"\n"):
+    for line in content_of(path).split(b"\n"):
         try:
             row = json.loads(line)
             if row["sha256"] == _sha256(row["entry"]):

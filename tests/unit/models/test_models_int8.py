@@ -24,15 +24,11 @@ from heedful.models.parts import Part, ScalarModel
 from heedful.models.quantise import LARGEST_BOUND_NATS, MEAN_BOUND_NATS, Int8, quantise
 from heedful.models.roles import Roles, build_policy, build_reward, build_roles, build_scalar
 from heedful.records import Message, Prompt
+from toy_parts import BATCH, IDS
 
 CPU = torch.device("cpu")
 LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear")
 NARROW = SimpleNamespace(rank=2, alpha=6.0, targets="q_proj, v_proj")
-IDS = torch.tensor([[7, 30, 41, 8, 99, 12], [5, 6, 7, 8, 9, 10]])
-BATCH = TokenBatch(
-    IDS[:, :-1], IDS[:, 1:], torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 5, dtype=torch.int64),
-    torch.arange(5).expand(2, 5),
-)  # fmt: skip
 PROMPTS = [(Prompt(f"p{n}", (Message("user", "Say " + "more " * n),)), list(range(20, 30 + 3 * n))) for n in range(12)]
 HARDWARE: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
 
@@ -222,15 +218,19 @@ def test_what_is_measured(value_from: Any, names: set[str], lora: Any, paths: An
     assert unmeasured.int8 is not None and not unmeasured.int8.found
 
 
-def test_a_model_that_int8_damages_is_refused(folder: Any) -> None:
+def spike(part: Any) -> None:
     """One weight per row that is a thousand times the others leaves nothing of the others."""
-    base = folder(name="spiky", initializer_range=0.1)
-    part = build_policy(base, lora=None, trained=False, **HARDWARE)
     with torch.no_grad():
         for module in part.base.base_model.modules():
             if isinstance(module, nn.Linear):
                 module.weight[:, 0] = 300.0
                 module.weight[:, 1] = -300.0
+
+
+def test_a_model_that_int8_damages_is_refused(folder: Any) -> None:
+    base = folder(name="spiky", initializer_range=0.1)
+    part = build_policy(base, lora=None, trained=False, **HARDWARE)
+    spike(part)
     with pytest.raises(ModelError, match=r"reference in int8: .* nats .* set ppo.frozen_weights to float"):
         Int8(PROMPTS).hold(reference=part)
 
@@ -238,11 +238,7 @@ def test_a_model_that_int8_damages_is_refused(folder: Any) -> None:
 def test_a_reward_model_that_int8_damages_is_refused(paths: Any) -> None:
     _, path = paths()
     part = build_reward(path, **HARDWARE).part
-    with torch.no_grad():
-        for module in part.base.base_model.modules():
-            if isinstance(module, nn.Linear):
-                module.weight[:, 0] = 300.0
-                module.weight[:, 1] = -300.0
+    spike(part)
     with pytest.raises(ModelError, match=r"judge in int8: scores .* set ppo.frozen_weights to float"):
         Int8(PROMPTS).hold(judge=part)
 

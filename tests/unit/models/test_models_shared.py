@@ -11,22 +11,17 @@ import pytest
 import torch
 from models_tiny import make_tokenizer
 
-from heedful.batches import TokenBatch
 from heedful.errors import ModelError
 from heedful.models.export import save_policy, save_reward
 from heedful.models.load import load_causal, load_tokenizer
 from heedful.models.lora import Adapters
 from heedful.models.roles import Roles, build_policy, build_roles, build_scalar
+from toy_parts import BATCH, IDS
 
 CPU = torch.device("cpu")
 LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear")
 NARROW = SimpleNamespace(rank=2, alpha=6.0, targets="q_proj, v_proj")
-IDS = torch.tensor([[7, 30, 41, 8, 99, 12], [5, 6, 7, 8, 9, 10]])
 ONES = torch.ones_like(IDS)
-BATCH = TokenBatch(
-    IDS[:, :-1], IDS[:, 1:], torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 5, dtype=torch.int64),
-    torch.arange(5).expand(2, 5),
-)  # fmt: skip
 
 
 def move(parameters: dict[str, Any], seed: int = 0) -> None:

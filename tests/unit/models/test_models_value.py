@@ -12,23 +12,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from heedful.batches import TokenBatch
 from heedful.errors import ModelError
 from heedful.models.export import save_policy, save_reward
 from heedful.models.load import load_scalar, load_tokenizer
 from heedful.models.parts import ScalarModel
 from heedful.models.roles import Roles, ValueFrom, build_roles
 from heedful.models.value import TrunkHead
+from toy_parts import BATCH, IDS
 
 CPU = torch.device("cpu")
 LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear")
 MODES = get_args(ValueFrom)
-IDS = torch.tensor([[7, 30, 41, 8, 99, 12], [5, 6, 7, 8, 9, 10]])
 ONES = torch.ones_like(IDS)
-BATCH = TokenBatch(
-    IDS[:, :-1], IDS[:, 1:], torch.ones(2, 5, dtype=torch.bool), torch.ones(2, 5, dtype=torch.int64),
-    torch.arange(5).expand(2, 5),
-)  # fmt: skip
 
 
 def move(part: Any, seed: int = 0) -> None:

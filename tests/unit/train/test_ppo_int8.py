@@ -21,7 +21,7 @@ from heedful.rollout.score import LearnedReward, Scoring
 from heedful.train import guard
 from heedful.train.selftest import require, run_self_test
 from toy_parts import CPU, disturb, model_folder, prompts
-from toy_ppo import largest_gap, train, weights
+from toy_ppo import StopsAtTheThird, largest_gap, train, weights
 
 LORA = LoraConfig(rank=4)
 STEPS = {"steps": 4, "epochs": 2, "minibatches": 2, "kl": {"in_loss": "exact", "in_reward": "exact"}}
@@ -104,18 +104,9 @@ def test_RES_05_a_resumed_run_is_the_straight_one_to_the_bit(folders, tmp_path, 
     first = rows[0].get("scalars", rows[0])["ppo/kl_nats"]
     assert first == 0 if lora is not None else 0 < abs(first) < 0.1, json.dumps(rows[0])[:300]
     broken = build(folders, sharing, lora)
-
-    class Broken(LearnedReward):
-        num_calls = 0
-
-        def __call__(self, *asked):
-            self.num_calls += 1
-            if self.num_calls == 3:
-                raise KeyboardInterrupt
-            return super().__call__(*asked)
-
+    stops = StopsAtTheThird(broken.reward, micro_batch_tokens=256)
     with pytest.raises(KeyboardInterrupt):
-        train(broken, tmp_path / "broken", rewards=[Broken(broken.reward, micro_batch_tokens=256)], **options)
+        train(broken, tmp_path / "broken", rewards=[stops], **options)
     resumed = build(folders, sharing, lora)
     train(resumed, tmp_path / "broken", **judge(resumed), **options)
     assert largest_gap(weights(straight), weights(resumed)) == 0

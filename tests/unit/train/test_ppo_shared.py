@@ -22,7 +22,7 @@ from heedful.runs.folder import StageFolder
 from heedful.train.forensics import Recorder, read
 from heedful.train.selftest import run_self_test
 from toy_parts import CPU, disturb, model_folder, prompts
-from toy_ppo import largest_gap, train, weights
+from toy_ppo import StopsAtTheThird, largest_gap, train, weights
 
 LORA = LoraConfig(rank=4)
 STEPS = {"steps": 4, "epochs": 2, "minibatches": 2, "lora": LORA, "kl": {"in_loss": "exact", "in_reward": "exact"}}
@@ -117,18 +117,9 @@ def test_RES_05_a_resumed_run_is_the_straight_one_to_the_bit(folders, tmp_path):
     straight = build(folders)
     train(straight, tmp_path / "straight", **judge(straight), **options)
     broken = build(folders)
-
-    class Broken(LearnedReward):
-        num_calls = 0
-
-        def __call__(self, *asked):
-            self.num_calls += 1
-            if self.num_calls == 3:
-                raise KeyboardInterrupt
-            return super().__call__(*asked)
-
+    stops = StopsAtTheThird(broken.reward, micro_batch_tokens=256)
     with pytest.raises(KeyboardInterrupt):
-        train(broken, tmp_path / "broken", rewards=[Broken(broken.reward, micro_batch_tokens=256)], **options)
+        train(broken, tmp_path / "broken", rewards=[stops], **options)
     resumed = build(folders)
     train(resumed, tmp_path / "broken", **judge(resumed), **options)
     assert largest_gap(weights(straight), weights(resumed)) == 0
