@@ -73,6 +73,7 @@ TABLE: dict[str, dict[str, Any]] = {
         **{f"reward.checkpoint.{key}": value for key, value in CHECKPOINT.items()},
         "reward.labels": ("scores", {"data.rankings": "{data}/judged.jsonl"}),
         "reward.ties": ("half", {"data.rankings": "{data}/judged.jsonl"}), "reward.margin": 0.5,
+        "reward.weigh": ("pairs", {"data.rankings": "{data}/judged.jsonl"}),
         "reward.form": "every_token", "reward.zero_centre": 0.5, "reward.length_penalty": 1.0,
         "reward.length_target": (0.5, {"reward.length_penalty": 1.0}),
         "reward.length_head": True, "reward.max_spread": 0.01, "reward.baits_per_ranking": 1, "reward.train": "head",

@@ -35,7 +35,10 @@ class RewardConfig(Section):
     epochs: Annotated[float, Field(gt=0)] = 1.0
     """Passes over the rankings; more than one or two overfits."""
     prompts_per_step: Positive = 8
-    """Rankings per optimizer step; all pairs of a ranking stay together and weigh as one prompt."""
+    """Rankings per optimizer step; all pairs of a ranking stay together."""
+    weigh: Literal["prompts", "pairs"] = "prompts"
+    """What weighs the same in a step: every ranking, however many answers it has, or every pair, so that a ranking of
+    five counts ten times one of two; they differ where rankings are of unlike length."""
     micro_batch_tokens: Positive = 4096
     """Padded tokens per forward; a ranking is never cut apart."""
     share_prompts: bool = True

@@ -177,6 +177,18 @@ def num_prompts(
     return pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK, ties=ties).any(dim=2).any(dim=1).sum()
 
 
+def num_pairs(
+    ranks_PK: Int[Tensor, "P K"],
+    mask_PK: Bool[Tensor, "P K"],
+    *,
+    targets_PKK: Float[Tensor, "P K K"] | None = None,
+    ties: Ties = "skip",
+) -> Int[Tensor, "P"]:
+    """Of each prompt. As :func:`ranking`'s weights, with their sum as the denominator, they let every pair weigh the
+    same."""
+    return pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK, ties=ties).sum(dim=(1, 2))
+
+
 def order(
     scores_PK: Float[Tensor, "P K"], pair_PKK: Bool[Tensor, "P K K"], *, denominator: float | Tensor | None = None
 ) -> dict[str, Tensor]:

@@ -48,7 +48,8 @@ def train_reward(
 ) -> RewardCard:
     """Train ``model`` in place and return its card, measured on ``heldout``.
 
-    Every prompt weighs the same: the mean over the pairs of its ranking, then the mean over the prompts of the step.
+    Every prompt weighs the same: the mean over the pairs of its ranking, then the mean over the prompts of the step; or
+    with ``weigh: pairs`` every pair of the step.
 
     Args:
         controls: gold controls, a check on the card that is never trained on.

@@ -97,8 +97,8 @@ class RewardLoss:
                 model.base.config.get_text_config().hidden_size, seed=seed, device=model.device,
             )  # fmt: skip
             model.freeze_head()  # it becomes the sum of the heads when they are trained
-        self._num_prompts_H: list[int] = []
-        """With a pair of this head"""
+        self._weights_H: list[float] = []
+        """Of all prompts with a pair of this head, together"""
         self._num_rankings = 0
         self._seen: list[tuple[Tensor, RankingBatch]] = []
 
@@ -112,11 +112,8 @@ class RewardLoss:
     def parts(self, batches: Sequence[RankingBatch]) -> list[Part]:
         """The micro-batches of one optimizer step, made ready for :meth:`__call__`."""
         batches = [to_device(batch, self.model.device) for batch in batches]
-        nums_NH = [
-            [int(preference.num_prompts(x.ranks_PK, x.mask_PK, **_soft(batch, self.config))) for x in labels_of(batch)]
-            for batch in batches
-        ]
-        self._num_prompts_H = [sum(nums) for nums in zip(*nums_NH, strict=True)]
+        weights_NH = [[float(self._weights(x, batch).sum()) for x in labels_of(batch)] for batch in batches]
+        self._weights_H = [sum(weights) for weights in zip(*weights_NH, strict=True)]
         self._num_rankings = sum(len(b.ranks_PK) for b in batches)
         self._seen = []
         return self._with_slopes(batches) if self.length_weight else [Part(batch) for batch in batches]
@@ -157,10 +154,11 @@ class RewardLoss:
             "label_smoothing": self.config.label_smoothing, **_soft(batch, self.config),
             "margins_PKK": self.config.margin * batch.strengths_PKK if self.config.margin else None,
         }  # fmt: skip
-        heads = [
-            (x.ranks_PK, x.mask_PK, {**options, "weights_P": x.weights_P, "denominator": num})
-            for x, num in zip(labels_of(batch), self._num_prompts_H, strict=True)
-        ]
+        heads = []
+        for labels, total in zip(labels_of(batch), self._weights_H, strict=True):
+            weights_P = self._weights(labels, batch) * (1.0 if labels.weights_P is None else labels.weights_P)
+            own = {**options, "weights_P": weights_P, "denominator": total}
+            heads.append((labels.ranks_PK, labels.mask_PK, own))
         if self.config.form == "last":
             if self.length_head is not None:
                 scores_PKH = scores_PKH + self.length_head.scalars(last_PKD)[..., None]
@@ -182,6 +180,11 @@ class RewardLoss:
             ).loss
             for values_RT, (ranks_PK, mask_PK, own) in zip(values_RTH.unbind(-1), heads, strict=True)
         ])  # fmt: skip
+
+    def _weights(self, labels: Labels, batch: RankingBatch) -> Tensor:
+        """[P]: what each prompt's mean over pairs weighs, 0 without a pair; no part of an ensemble's draws."""
+        num_pairs_P = preference.num_pairs(labels.ranks_PK, labels.mask_PK, **_soft(batch, self.config))
+        return (num_pairs_P if self.config.weigh == "pairs" else num_pairs_P.sign()).float()
 
     def _bounds(self, batch: RankingBatch, scores_PKH: Tensor) -> Tensor:
         """What a prompt's level and spread cost, for all its answers, rated or not."""

@@ -29,6 +29,7 @@ from toy_parts import disturb, model_folder, scalar
 SLOW = {**RATE, "epsilon": 1e-2}
 OPTIONS = {
     "labels": {"labels": "votes", "ties": "half", "margin": 0.3},
+    "pairs": {"weigh": "pairs", "labels": "votes", "ties": "half"},
     "every_token": {"form": "every_token", "ties": "half", "margin": 0.3},
     "penalties": {"zero_centre": 0.1, "length_penalty": 1.0, "max_spread": 0.2, "baits_per_ranking": 1},
     "length_head": {"length_head": True, "form": "every_token", "baits_per_ranking": 1},
@@ -359,3 +360,23 @@ def test_the_overfitting_watch_speaks_when_both_rise():
     assert watch((0.6, 0.65), (0.7, 0.55), (0.65, 0.7)).verdict() is None  # it unlearns, which is something else
     assert watch().verdict() is None and watch().train_accuracy is None
     assert watch((0.6, 0.65), (0.8, 0.5)).train_accuracy == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("weigh", ["prompts", "pairs"])
+def test_what_weighs_the_same_prompts_or_pairs(folder, weigh):
+    model = scalar(folder)
+    disturb(model)
+    samples = samples_of(model, [ranking(n, *("word " * (k + 1) for k in range(size))) for n, size in enumerate((2, 4))])
+    loss = RewardLoss(model, RewardConfig(weigh=weigh), seed=0)
+    parts = loss.parts(micro_batches(samples, RewardConfig(micro_batch_tokens=1), model.pad_id, attention_tokens=None))
+    assert len(parts) == 2
+    found = sum(float(loss(part).loss.detach()) for part in parts)
+    costs = []
+    for sample in samples:
+        batch = ranking_batch([sample], model.pad_id)
+        score_K = model.scalars(model.ranking_states(batch)[batch.rows_PK, batch.columns_PK])[0].tolist()
+        costs.append([math.log1p(math.exp(score_K[j] - score_K[i]))
+                      for i in range(len(score_K)) for j in range(i + 1, len(score_K))])  # fmt: skip
+    expected = {"prompts": (np.mean(costs[0]) + np.mean(costs[1])) / 2, "pairs": np.mean(costs[0] + costs[1])}
+    assert found == pytest.approx(expected[weigh], rel=1e-5)
+    assert expected["prompts"] != pytest.approx(expected["pairs"], rel=1e-3)
