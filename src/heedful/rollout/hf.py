@@ -1,9 +1,11 @@
 """The in-process engine: a decode loop on a transformers model with a key-value cache.
 
 It keeps its own copy of the weights in the compute dtype, adapters merged: decoding reads every weight once per token,
-so half the bytes is twice the speed, and unmerged adapters would add two small products per layer and token.
-Finished rows leave the batch. Each row draws from its own random stream, one uniform number per token, which it turns
-into a token by inverting the cumulative distribution: no [B, T, V] history exists.
+so half the bytes is twice the speed, and unmerged adapters would add two small products per layer and token. On CPUs
+the copy is laid out for decoding (:mod:`~heedful.rollout.packed`).
+A prompt is read once for all its answers; finished rows leave the batch. Each row draws from its own random stream, one
+uniform number per token, which it turns into a token by inverting the cumulative distribution: no [B, T, V] history
+exists.
 
 Shapes: B rows, T prompt tokens, V vocabulary.
 """
@@ -17,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from heedful.data.chat import answer_text
 from heedful.errors import EngineError
@@ -24,9 +27,13 @@ from heedful.models.lora import merged_state
 from heedful.models.parts import LanguageModel
 from heedful.records import Completion
 from heedful.rollout.engine import ANSWERS_TOGETHER, Request, Sampling, sample_seed
+from heedful.rollout.packed import can_pack, group_queries, pack_layers, takers
 
 COMPACT_BELOW = 0.8
 """Finished rows are dropped once the rest is below this share; each drop copies the cache."""
+BLOCK = 256
+"""Tokens whose probabilities are summed before a sampler looks among them."""
+HEAD = "lm_head.weight"
 
 
 @dataclass
@@ -48,22 +55,27 @@ class HFEngine:
         self._pad_id = int(policy.tokenizer.pad_token_id)
         self._batch_size = batch_size
         self._model = _inference_copy(policy)
+        on_cpu = policy.device.type == "cpu"
+        self.num_packed = pack_layers(self._model) if on_cpu and policy.dtype == torch.bfloat16 and can_pack() else 0
+        """Layers whose weights are kept in the order that the CPU reads; 0 where it cannot or need not."""
+        self.groups_queries = on_cpu and group_queries(self._model)
         self.sync(policy, version=0)
 
     @torch.no_grad()
     def sync(self, policy: LanguageModel, *, version: int) -> None:
         """Copy the policy's weights, adapters merged in float32 and rounded once."""
-        own = self._model.state_dict()
-        seen = set()
+        take = takers(self._model)
+        missing = set(take)
         for name, tensor in merged_state(policy.model):
-            if name not in own:
+            if name not in take:
                 raise EngineError(f"the policy has a weight {name!r} that the rollout model lacks")
-            own[name].copy_(tensor)
-            seen.add(name)
-        tied = {"lm_head.weight"} if self._model.config.tie_word_embeddings else set()
-        missing = set(own) - seen - tied
+            take[name](tensor)
+            missing.discard(name)
+        if self._model.config.tie_word_embeddings and HEAD in missing:
+            take[HEAD](self._model.get_input_embeddings().weight)
+            missing.discard(HEAD)
         if missing:
-            raise EngineError(f"the rollout model was not given {sorted(missing)[0]!r} by the policy")
+            raise EngineError(f"the rollout model was not given {min(missing)!r} by the policy")
         self._version = version
 
     @torch.no_grad()
@@ -75,9 +87,9 @@ class HFEngine:
         seed: int,
         on_done: Callable[[int], None] | None = None,
     ) -> list[Completion]:
-        """See :class:`~heedful.rollout.engine.Engine`. Rows of like length are decoded together."""
+        """See :class:`~heedful.rollout.engine.Engine`. Rows of like length, and of one prompt, are decoded together."""
         self._check_length(requests, sampling)
-        order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
+        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
         done: dict[int, Completion] = {}
         for start in range(0, len(order), self._batch_size):
             chosen = order[start : start + self._batch_size]
@@ -99,18 +111,17 @@ class HFEngine:
 
     def _decode(self, rows: list[_Row], sampling: Sampling) -> None:
         """Fill ``rows`` with sampled ids and log-probs."""
-        ids_BT, mask_BT = self._left_padded([row.request.prompt_ids for row in rows])
-        positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)
-        cache = self._prefill(ids_BT[:, :-1], mask_BT[:, :-1], positions_BT[:, :-1])
+        ids_BT, mask_BT, cache = self._prefill([row.request.prompt_ids for row in rows])
+        positions_BT = mask_BT.sum(dim=1, keepdim=True) - 1
         active = list(rows)
-        inputs_BT, positions_BT = ids_BT[:, -1:], positions_BT[:, -1:]
+        inputs_BT = ids_BT[:, -1:]
         for t in range(sampling.max_new_tokens):
             out = self._model(
                 input_ids=inputs_BT, attention_mask=mask_BT, position_ids=positions_BT, cache=cache, use_cache=True
             )
             cache = out.cache
             uniforms_B = torch.tensor([row.uniforms[t] for row in active], device=self._device, dtype=torch.float64)
-            tokens_B, logprobs_B = _sample(out.logits[:, -1].float(), uniforms_B, sampling.temperature)
+            tokens_B, logprobs_B = _sample(out.logits[:, -1], uniforms_B, sampling.temperature)
             ended = torch.isin(tokens_B, self._end_ids).tolist()
             for row, token, logprob, end in zip(active, tokens_B.tolist(), logprobs_B.tolist(), ended, strict=True):
                 if not row.finished:
@@ -129,22 +140,31 @@ class HFEngine:
                 inputs_BT, mask_BT, positions_BT = inputs_BT[keep], mask_BT[keep], positions_BT[keep]
                 active = [active[i] for i in alive]
 
-    def _prefill(self, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor) -> Any:
-        """The cache after all prompt tokens but the last, by the trunk alone.
+    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor, Any]:
+        """Prompts as int64 [B, T] with their mask, and the cache after all tokens but the last, by the trunk alone.
 
-        The last one is the first step of the decoding: the head then sees one contiguous row per prompt. Given the last
-        column of [B, T, D] it would copy its whole weight for every row (PyTorch's product of a strided batch).
+        Equal prompts are read once. The last token is the first step of the decoding: the head then sees one contiguous
+        row per prompt. Given the last column of [B, T, D] it would copy its whole weight for every row (PyTorch's
+        product of a strided batch).
         """
-        if ids_BT.shape[1] == 0:
-            return None
-        return self._model.base_model(
-            input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, use_cache=True
-        ).cache
+        place = {tuple(prompt): n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        ids_PT, mask_PT = self._left_padded(list(place))
+        of_row_B = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=self._device)
+        cache = None
+        if ids_PT.shape[1] > 1:
+            positions_PT = (mask_PT.cumsum(dim=1) - 1).clamp(min=0)
+            cache = self._model.base_model(
+                input_ids=ids_PT[:, :-1], attention_mask=mask_PT[:, :-1], position_ids=positions_PT[:, :-1],
+                use_cache=True,
+            ).cache  # fmt: skip
+            if len(place) < len(prompts):
+                cache.batch_select_indices(of_row_B)
+        return ids_PT[of_row_B], mask_PT[of_row_B], cache
 
-    def _left_padded(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    def _left_padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """int64 [B, T] ids and mask, prompts flush right so that every next token sits in the same column."""
         width = max(map(len, prompts))
-        ids = [[self._pad_id] * (width - len(p)) + p for p in prompts]
+        ids = [[self._pad_id] * (width - len(p)) + list(p) for p in prompts]
         mask = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
         return torch.tensor(ids, device=self._device), torch.tensor(mask, device=self._device)
 
@@ -171,17 +191,33 @@ def completion(
 
 def _sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Tokens [B] and their log-probs [B] under softmax(logits / temperature); temperature 0 takes the best token."""
-    if not bool(torch.isfinite(logits_BV).all()):
+    if not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(logits_BV)):  # both are NaN if any logit is
         raise EngineError("the policy's logits are not finite during sampling; its weights are damaged or overflowed")
-    logprobs_BV = torch.log_softmax(logits_BV / temperature if temperature > 0 else logits_BV, dim=-1)
+    logits_BV = logits_BV.float()
+    probs_BV = torch.softmax(logits_BV if temperature in (0, 1) else logits_BV / temperature, dim=-1)
+    blocks_BNK = functional.pad(probs_BV, (0, -probs_BV.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    # running sums in float64: in float32 those over a large vocabulary would move small probabilities
+    blocks_BN = blocks_BNK.sum(dim=-1).double()
     if temperature > 0:
-        # float64: a float32 running sum over a large vocabulary would move small probabilities
-        cumulative_BV = logprobs_BV.double().exp().cumsum(dim=-1)
-        points_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
-        tokens_B = torch.searchsorted(cumulative_BV, points_B1, right=True).squeeze(1).clamp(max=logits_BV.shape[1] - 1)
+        block_B, uniforms_B = _invert(blocks_BN, uniforms_B)
+        within_BK = blocks_BNK[torch.arange(len(block_B), device=block_B.device), block_B].double()
+        tokens_B = block_B * BLOCK + _invert(within_BK, uniforms_B)[0]
     else:
-        tokens_B = logprobs_BV.argmax(dim=-1)
-    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
+        tokens_B = probs_BV.argmax(dim=-1)
+    chosen_B = probs_BV.gather(1, tokens_B[:, None]).squeeze(1)
+    return tokens_B, (chosen_B.log() - blocks_BN.sum(dim=-1).log()).float()
+
+
+def _invert(masses_BN: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a row's running sum first exceeds that share of its whole (never a mass of 0), and what share is left."""
+    sums_BN = masses_BN.cumsum(dim=-1)
+    wholes_B = sums_BN[:, -1]
+    # rounded, a share just below 1 may be all
+    points_B1 = torch.minimum(uniforms_B * wholes_B, torch.nextafter(wholes_B, torch.zeros_like(wholes_B)))[:, None]
+    chosen_B1 = torch.searchsorted(sums_BN, points_B1, right=True)
+    mass_B1 = masses_BN.gather(1, chosen_B1)
+    left_B1 = (points_B1 - sums_BN.gather(1, chosen_B1) + mass_B1) / mass_B1
+    return chosen_B1.squeeze(1), left_B1.squeeze(1).clamp(min=0)
 
 
 def _uniforms(seed: int, request: Request, sampling: Sampling) -> list[float]:

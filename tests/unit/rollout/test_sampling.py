@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from heedful.errors import EngineError
 from heedful.rollout.engine import Request, Sampling
 from heedful.rollout.hf import _sample, _uniforms
 
@@ -56,3 +57,33 @@ def test_ROL_07_streams_of_uniforms():
     assert stream(0, "a", 0) == stream(0, "a", 0) and stream(0, "a", 0, 4) == stream(0, "a", 0)[:4]
     others = [stream(1, "a", 0), stream(0, "b", 0), stream(0, "a", 1), stream(0, "a\x001", 0), stream(0, "a1", 0)]
     assert all(other != stream(0, "a", 0) for other in others) and len(set(map(tuple, others))) == 5
+
+
+@pytest.mark.parametrize("num_tokens", [6, 256, 1000])
+def test_blocks_find_the_token_that_one_running_sum_finds(num_tokens):
+    generator = torch.Generator().manual_seed(1)
+    logits_BV = 3 * torch.randn(400, num_tokens, generator=generator)
+    uniforms_B = torch.rand(400, generator=generator, dtype=torch.float64)
+    tokens_B, logprobs_B = _sample(logits_BV, uniforms_B, 1.5)
+    logprobs_BV = (logits_BV.double() / 1.5).log_softmax(-1)
+    expected_B = torch.searchsorted(logprobs_BV.exp().cumsum(-1), uniforms_B[:, None]).squeeze(1)
+    assert (tokens_B != expected_B).sum() <= 1  # a border may round to the other side
+    assert torch.allclose(logprobs_B.double(), logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1), atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [255, 256, 257, 1000])
+def test_the_last_uniform_takes_the_last_possible_token(num_tokens):
+    logits_BV = torch.randn(4, num_tokens, generator=torch.Generator().manual_seed(2))
+    logits_BV[2:, num_tokens // 2 :] = -1e9
+    tokens_B, logprobs_B = _sample(logits_BV, torch.full((4,), 1 - 2**-53, dtype=torch.float64), 1.0)
+    assert tokens_B.tolist() == [num_tokens - 1] * 2 + [num_tokens // 2 - 1] * 2
+    assert bool(torch.isfinite(logprobs_B).all())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_not_finite_are_refused(bad, dtype):
+    logits_BV = torch.zeros(3, 300, dtype=dtype)
+    logits_BV[1, 290] = bad
+    with pytest.raises(EngineError, match="not finite"):
+        _sample(logits_BV, torch.zeros(3, dtype=torch.float64), 1.0)

@@ -1,0 +1,143 @@
+"""What makes the engine's copy of a model faster on CPUs than the model itself: its layout of weights, its attention.
+
+Decoding multiplies a few rows by every weight once per token. PyTorch's product brings a bfloat16 weight into the order
+that the CPU's kernels read at every call; here that is done once per change of weights. Attention whose queries share
+keys (grouped queries) is one product per group of heads: the keys and values of the whole cache need not be copied for
+every head at every step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+GROUPED = "heedful_grouped"
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight lies in the order that oneDNN's kernels read; empty until ``pack`` is called."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.bias = layer.bias
+        self._is_transposed = not isinstance(layer, nn.Linear)
+        self._packed: Tensor | None = None
+
+    def pack(self, weight: Tensor) -> None:
+        """Take over a weight as the layer that this one stands for would hold it, rounded to bfloat16."""
+        self._packed = None  # two packed weights at a time would be one too many
+        weight_OI = weight.detach().to(torch.bfloat16)
+        weight_OI = (weight_OI.t() if self._is_transposed else weight_OI).contiguous()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
+
+    @property
+    def weight(self) -> Tensor:
+        """The plain weight, made anew: for models that look at the weights of their layers."""
+        assert self._packed is not None
+        weight_OI = self._packed.to_dense()
+        return weight_OI.t() if self._is_transposed else weight_OI
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b, in bfloat16 with float32 sums."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return product
+
+
+@functools.cache
+def can_pack() -> bool:
+    """Whether this build of PyTorch on this CPU packs weights and then multiplies as a plain layer does; tried out."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for rows, inputs, outputs in ((1, 40, 24), (7, 24, 100), (64, 100, 40)):
+            x_BI, weight_OI, bias_O = (
+                torch.randn(*shape, generator=generator).bfloat16()
+                for shape in ((rows, inputs), (outputs, inputs), (outputs,))
+            )
+            layer = nn.Linear(inputs, outputs, dtype=torch.bfloat16)
+            layer.bias.data = bias_O
+            packed = PackedLinear(layer)
+            packed.pack(weight_OI)
+            expected_BO = (x_BI.float() @ weight_OI.float().t() + bias_O.float()).bfloat16()
+            if not torch.equal(packed.weight, weight_OI):
+                return False
+            torch.testing.assert_close(packed(x_BI), expected_BO, rtol=2**-7, atol=2**-7)
+    except (AttributeError, RuntimeError, TypeError, AssertionError):
+        return False
+    return True
+
+
+def pack_layers(model: nn.Module) -> int:
+    """Put an empty :class:`PackedLinear` in the place of every linear layer (GPT-2's too); how many there are."""
+    from transformers.pytorch_utils import Conv1D
+
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, Conv1D) and module.weight.dtype == torch.bfloat16  # some are kept in float32
+    ]
+    for name, module in found:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, PackedLinear(module))
+    return len(found)
+
+
+def takers(model: nn.Module) -> dict[str, Callable[[Tensor], Any]]:
+    """What takes over a new value of each weight, by the weight's name in the plain model."""
+    found: dict[str, Callable[[Tensor], Any]] = {name: own.copy_ for name, own in model.state_dict().items()}
+    packed = {f"{name}.weight": m.pack for name, m in model.named_modules() if isinstance(m, PackedLinear)}
+    return {**found, **packed}
+
+
+def group_queries(model: Any) -> bool:
+    """Let the model attend by :func:`grouped_attention` where that computes what its own code does; whether it does.
+
+    That is so for models in eager attention whose function for it is Llama's, word by word, as most are generated.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+    from transformers.models.llama.modeling_llama import eager_attention_forward
+
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", 1)
+    own = getattr(sys.modules[type(model).__module__], eager_attention_forward.__name__, None)
+    if (
+        config._attn_implementation != "eager"
+        or getattr(config, "num_key_value_heads", None) in (None, heads)
+        or own is None
+        or inspect.getsource(own) != inspect.getsource(eager_attention_forward)
+    ):
+        return False
+    AttentionInterface.register(GROUPED, grouped_attention)
+    AttentionMaskInterface.register(GROUPED, eager_mask)
+    model.config._attn_implementation = GROUPED
+    return True
+
+
+def grouped_attention(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """softmax(scaling · Q Kᵀ + mask) V as [B, T, H, D]; H heads of queries share G heads of keys and values.
+
+    Rounds where transformers' eager attention does.
+    """
+    batch, heads, queries, width = query_BHTD.shape
+    groups, length = key_BGSD.shape[1:3]
+    query_BGND = query_BHTD.reshape(batch, groups, -1, width)
+    scores_BGNS = torch.matmul(query_BGND, key_BGSD.transpose(2, 3)).mul_(scaling)
+    if attention_mask is not None:  # [B, 1, T, S]
+        scores_BGNS.view(batch, groups, -1, queries, length).add_(attention_mask[:, :, None])
+    weights_BGNS = torch.softmax(scores_BGNS, dim=-1, dtype=torch.float32).to(query_BHTD.dtype)
+    mixed_BGND = torch.matmul(weights_BGNS, value_BGSD)
+    return mixed_BGND.view(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
