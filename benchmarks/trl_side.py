@@ -18,13 +18,14 @@ from typing import Any
 import torch
 import trl
 from datasets import Dataset
-from sides import Clock
+from sides import Clock, digest
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     TrainerCallback,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 
 class Timed(TrainerCallback):
@@ -38,6 +39,25 @@ class Timed(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.clock.mark()
+
+
+class Spent(TrainerCallback):
+    """Seconds on the clock and of all cores, of the parts of a training that was stopped too."""
+
+    NAME = "seconds.json"
+
+    def __init__(self, saved: Path | None) -> None:
+        self.earlier = json.loads((saved / self.NAME).read_text()) if saved else [0.0, 0.0]
+        self.start = time.perf_counter(), time.process_time()
+
+    def so_far(self) -> tuple[float, float]:
+        now = time.perf_counter(), time.process_time()
+        clock, cores = (e + n - s for e, n, s in zip(self.earlier, now, self.start, strict=True))
+        return clock, cores
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        (folder / self.NAME).write_text(json.dumps(self.so_far()), encoding="utf-8")
 
 
 def pairs(rankings: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -66,22 +86,25 @@ def shared_settings(task: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def reward(task: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Train on all pairs, then score every answer of the held-out rankings."""
+    """Train on all pairs, from where a run of the same task was stopped, then score every held-out answer."""
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         tokenizer.pad_token = next(t for t in tokenizer.all_special_tokens if t != tokenizer.eos_token)
     model = AutoModelForSequenceClassification.from_pretrained(task["model"], num_labels=1, dtype=torch.float32)
     config = trl.RewardConfig(
-        **shared_settings(task, out), logging_steps=10, max_length=task["max_tokens"],
+        **shared_settings(task, out) | {"output_dir": str(out / f"trl-{digest(task)[:12]}"), "save_strategy": "steps"},
+        save_steps=8, save_total_limit=1, logging_steps=10, max_length=task["max_tokens"],
         num_train_epochs=task["epochs"], warmup_steps=task["warmup_fraction"],
         per_device_train_batch_size=task["pairs_per_forward"], gradient_accumulation_steps=task["forwards_per_step"],
     )  # fmt: skip
-    start, core_start = time.perf_counter(), time.process_time()
+    saved = get_last_checkpoint(config.output_dir) if Path(config.output_dir).is_dir() else None
+    spent = Spent(Path(saved) if saved else None)
     trainer = trl.RewardTrainer(
-        model=model, args=config, train_dataset=Dataset.from_list(pairs(task["train"])), processing_class=tokenizer
-    )
-    trainer.train()
-    seconds, core_seconds = time.perf_counter() - start, time.process_time() - core_start
+        model=model, args=config, train_dataset=Dataset.from_list(pairs(task["train"])), processing_class=tokenizer,
+        callbacks=[spent],
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=saved)
+    seconds, core_seconds = spent.so_far()
     model.eval()
     scores = []
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=task["bfloat16"]):

@@ -62,7 +62,7 @@ def test_equals_the_plain_computation_for_every_chunk_size():
             expected = leaves(hidden, weight, bias)
             right = plain(expected[0], expected[1], targets, mask, None if used_bias is None else expected[2], **head)
             (right[0] * mix + right[1] * mix.flip(0)).sum().backward()
-            for chunk_tokens in (1, 3, 512):
+            for chunk_tokens, chunk_vocabulary in ((1, 1), (3, 7), (512, 31), (512, 2048)):
                 actual = leaves(hidden, weight, bias)
                 out = logprobs.token_logprobs(
                     actual[0],
@@ -71,6 +71,7 @@ def test_equals_the_plain_computation_for_every_chunk_size():
                     mask,
                     bias_V=None if used_bias is None else actual[2],
                     chunk_tokens=chunk_tokens,
+                    chunk_vocabulary=chunk_vocabulary,
                     with_entropy=True,
                     **head,
                 )
@@ -88,7 +89,9 @@ def test_gradients_by_finite_differences():
     mix = torch.randn(3, 5, dtype=torch.float64)
 
     def total(h, w, b):
-        lp, entropy = logprobs.token_logprobs(h, w, targets, mask, bias_V=b, chunk_tokens=4, with_entropy=True, **HEAD)
+        lp, entropy = logprobs.token_logprobs(
+            h, w, targets, mask, bias_V=b, chunk_tokens=4, chunk_vocabulary=3, with_entropy=True, **HEAD
+        )
         return (lp * mix + entropy * mix.cos()).sum()
 
     assert_gradient(lambda x: total(x, weight, bias), hidden)
@@ -125,7 +128,8 @@ def test_ROL_02_temperature_on_both_sides():
 
 
 def test_CLI_05_no_tensor_of_length_times_vocabulary():
-    rows, width, dim, vocab, chunk = 2, 160, 8, 500, 16
+    rows, width, dim, vocab = 2, 160, 8, 500
+    tile = {"chunk_tokens": 32, "chunk_vocabulary": 200}
     hidden, weight, bias, targets, _ = make(rows, width, dim, vocab)
     mask = mask_of([150, 100], width)
     num = int(mask.sum())
@@ -138,11 +142,11 @@ def test_CLI_05_no_tensor_of_length_times_vocabulary():
             torch.autograd.graph.saved_tensors_hooks(lambda x, s=saved: s.append(x) or x, lambda x: x),
         ):
             lp, entropy = logprobs.token_logprobs(
-                h, w, targets, mask, bias_V=b, softcap=3.0, chunk_tokens=chunk, with_entropy=with_entropy
+                h, w, targets, mask, bias_V=b, softcap=3.0, with_entropy=with_entropy, **tile
             )
-            divergence = logprobs.exact_kl(h, w, reference, weight, mask, bias_V=b, chunk_tokens=chunk)
+            divergence = logprobs.exact_kl(h, w, reference, weight, mask, bias_V=b, **tile)
             (lp + divergence + (0 if entropy is None else entropy)).sum().backward()
-        assert seen.largest == chunk * vocab < num * vocab
+        assert seen.largest == 32 * 200 < num * vocab
         assert max(x.numel() for x in saved) <= max(rows * width * dim, vocab * dim)
         assert h.grad is not None and w.grad is not None and b.grad is not None
 
@@ -160,7 +164,7 @@ def test_frozen_weight_costs_no_weight_gradient():
     for needs in (False, True):
         (h,) = leaves(hidden)
         w = weight.clone().requires_grad_(needs)
-        loss = logprobs.token_logprobs(h, w, targets, mask)[0].sum()
+        loss = logprobs.token_logprobs(h, w, targets, mask, chunk_vocabulary=20)[0].sum()
         with LargestTensor() as seen:
             loss.backward()
         assert ((50, 4) in seen.shapes) == needs
@@ -253,20 +257,25 @@ def test_excluded_tokens():
     bias = bias.clone()
     bias[5:] = float("-inf")
     targets = targets.clamp(max=4)
-    h, w = leaves(hidden, weight)
-    lp, entropy = logprobs.token_logprobs(h, w, targets, mask, bias_V=bias, with_entropy=True)
-    divergence = logprobs.exact_kl(h, w, hidden * 0.5, weight, mask, bias_V=bias, reference_bias_V=bias)
-    (lp + entropy + divergence).sum().backward()
     short, short_entropy = plain(hidden, weight[:5], targets, mask, bias[:5])
-    assert_close(lp, short)
-    assert_close(entropy, short_entropy)
-    assert bool(h.grad.isfinite().all()) and bool(w.grad.isfinite().all()) and bool((w.grad[5:] == 0).all())
+    for chunk_vocabulary in (2, 2048):
+        h, w = leaves(hidden, weight)
+        lp, entropy = logprobs.token_logprobs(
+            h, w, targets, mask, bias_V=bias, chunk_vocabulary=chunk_vocabulary, with_entropy=True
+        )
+        divergence = logprobs.exact_kl(
+            h, w, hidden * 0.5, weight, mask, bias_V=bias, reference_bias_V=bias, chunk_vocabulary=chunk_vocabulary
+        )
+        (lp + entropy + divergence).sum().backward()
+        assert_close(lp, short)
+        assert_close(entropy, short_entropy)
+        assert bool(h.grad.isfinite().all()) and bool(w.grad.isfinite().all()) and bool((w.grad[5:] == 0).all())
 
 
 def test_exact_kl_equals_kl_of_the_full_logits():
     hidden, weight, bias, _, mask = make(rows=3, width=7, dim=8, vocab=31)
     reference, other_weight, other_bias, _, _ = make(rows=3, width=7, dim=6, vocab=31, seed=9)
-    for chunk_tokens in (1, 4, 512):
+    for chunk_tokens, chunk_vocabulary in ((1, 1), (4, 7), (512, 31), (512, 2048)):
         actual, expected = leaves(hidden, weight, bias), leaves(hidden, weight, bias)
         frozen = leaves(reference, other_weight)
         out = logprobs.exact_kl(
@@ -277,6 +286,7 @@ def test_exact_kl_equals_kl_of_the_full_logits():
             bias_V=actual[2],
             reference_bias_V=other_bias,
             chunk_tokens=chunk_tokens,
+            chunk_vocabulary=chunk_vocabulary,
             **HEAD,
         )
         right = kl.exact(plain_logits(*expected, **HEAD), plain_logits(reference, other_weight, other_bias, **HEAD))
@@ -295,7 +305,7 @@ def test_exact_kl_gradient_by_finite_differences():
 
     def total(h, w):
         return logprobs.exact_kl(
-            h, w, hidden * 0.3 + 0.2, weight * 0.9, mask, bias_V=bias, chunk_tokens=2, **HEAD
+            h, w, hidden * 0.3 + 0.2, weight * 0.9, mask, bias_V=bias, chunk_tokens=2, chunk_vocabulary=3, **HEAD
         ).sum()
 
     assert_gradient(lambda x: total(x, weight), hidden)
@@ -304,7 +314,7 @@ def test_exact_kl_gradient_by_finite_differences():
 
 def test_bad_arguments_are_refused():
     hidden, weight, _, targets, mask = make()
-    for name, value in (("temperature", 0.0), ("chunk_tokens", 0)):
+    for name, value in (("temperature", 0.0), ("chunk_tokens", 0), ("chunk_vocabulary", 0)):
         try:
             logprobs.token_logprobs(hidden, weight, targets, mask, **{name: value})
         except ValueError as error:

@@ -1,11 +1,12 @@
 """Log-probabilities, entropy and exact KL from hidden states, without ever making a [B, T, V] tensor.
 
-Only the counted tokens are looked at. Their logits are made ``chunk_tokens`` rows at a time, used, and forgotten; the
-backward makes them again. Between forward and backward only the hidden rows and two numbers per token are kept, N·D
-numbers instead of N·V. The matrix products run in the dtype of the hidden states (under autocast: in its dtype),
-everything after them in float32.
+Only the counted tokens are looked at. Their logits are made in tiles of some rows and some of the vocabulary that stay
+in the processor's cache, used, and forgotten; the backward makes them again. Between forward and backward only the
+hidden rows and two numbers per token are kept, N·D numbers instead of N·V. The matrix products run in the dtype of the
+hidden states (under autocast: in its dtype), everything after them in float32.
 
-Dimension letters: B sequences, T tokens, V vocabulary, D hidden width, N counted tokens, C tokens of one chunk.
+Dimension letters: B sequences, T tokens, V vocabulary, D hidden width, N counted tokens; of a tile C tokens, v of the
+vocabulary; K tiles to the vocabulary.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from torch.autograd.function import once_differentiable
 from heedful.objectives import kl
 from heedful.objectives.masked import at_least_float32
 
+_LEAST = -1e30
+"""Log-probability of what is impossible"""
+
 
 def token_logprobs(
     hidden_BTD: Float[Tensor, "B T D"],
@@ -34,6 +38,7 @@ def token_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     chunk_tokens: int = 512,
+    chunk_vocabulary: int = 2048,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
     """log π(target) of every counted token and, when asked, the entropy −Σ_v π_v log π_v, in nats.
@@ -50,14 +55,15 @@ def token_logprobs(
         temperature: logits are divided by it.
         logit_scale: factor that some architectures put on the logits.
         softcap: soft limit that some architectures put on the logits.
-        chunk_tokens: rows of logits alive at one time; peak memory is about 3 · chunk_tokens · V · 4 bytes.
+        chunk_tokens, chunk_vocabulary: rows and columns of logits alive at one time; peak memory is about 3 · 4 bytes
+            each. As many as stay in the processor's cache are several times as fast as more.
         with_entropy: also the entropy; it is differentiable too.
 
     Returns:
         log-probabilities and entropy (or None), float32, exactly 0 at masked places. Gradients go to the hidden states,
         the weight (summed over chunks in float32) and the bias; those that are frozen cost nothing.
     """
-    head = _Head(temperature, logit_scale, softcap, chunk_tokens)
+    head = _Head(temperature, logit_scale, softcap, chunk_tokens, chunk_vocabulary)
     rows_ND = _rows(hidden_BTD, loss_mask_BT)
     logprobs_N, entropy_N = _LogprobsAndEntropy.apply(
         rows_ND, weight_VD, bias_V, targets_BT[loss_mask_BT], head, with_entropy
@@ -78,6 +84,7 @@ def exact_kl(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     chunk_tokens: int = 512,
+    chunk_vocabulary: int = 2048,
 ) -> Float[Tensor, "B T"]:
     """KL(π ‖ π_ref) of the whole next-token distributions at every counted token (nats), as :func:`kl.exact` gives it.
 
@@ -87,7 +94,7 @@ def exact_kl(
     Returns:
         float32, exactly 0 at masked places.
     """
-    head = _Head(temperature, logit_scale, softcap, chunk_tokens)
+    head = _Head(temperature, logit_scale, softcap, chunk_tokens, chunk_vocabulary)
     with torch.no_grad():
         reference_ND = _rows(reference_hidden_BTD, loss_mask_BT)
     kl_N = _ExactKL.apply(
@@ -116,6 +123,18 @@ def _matmul_float32(a: Tensor, b: Tensor) -> Tensor:
     return at_least_float32(a @ b)
 
 
+def _slices(size: int, step: int) -> Iterator[slice]:
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
+
+
+def _within(targets_C: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor]:
+    """[C]: whether each target is in this part of the vocabulary; [C, 1]: its column there, or 0 where it is not."""
+    place_C = targets_C - vocabulary.start
+    is_within_C = (place_C >= 0) & (place_C < vocabulary.stop - vocabulary.start)
+    return is_within_C, torch.where(is_within_C, place_C, 0)[:, None]
+
+
 @dataclass(frozen=True)
 class _Head:
     """How hidden rows become logits, and how a gradient goes the other way."""
@@ -124,33 +143,45 @@ class _Head:
     logit_scale: float
     softcap: float | None
     chunk_tokens: int
+    chunk_vocabulary: int
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ValueError(f"temperature is {self.temperature}; must be above 0")
-        if self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens is {self.chunk_tokens}; must be at least 1")
+        for name in ("chunk_tokens", "chunk_vocabulary"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; must be at least 1")
 
-    def chunks(self, num_rows: int) -> Iterator[slice]:
-        for start in range(0, num_rows, self.chunk_tokens):
-            yield slice(start, min(start + self.chunk_tokens, num_rows))
+    def tiles(
+        self, rows_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None
+    ) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+        """Rows and vocabulary of each tile, its float32 logits [C, v] and the weight [v, D] that made them.
 
-    def logits(self, rows_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
-        """float32 logits [C, V], scaled, capped and divided by the temperature."""
-        logits_CV = _matmul_float32(rows_CD, weight_VD.T)
-        if bias_V is not None:
-            logits_CV += bias_V
-        logits_CV *= self.logit_scale
+        All rows of one part of the vocabulary follow each other, so that every weight is read and rounded once.
+        """
+        for vocabulary in _slices(len(weight_VD), self.chunk_vocabulary):
+            weight_vD = weight_VD[vocabulary].to(rows_ND.dtype)
+            bias_v = None if bias_V is None else bias_V[vocabulary]
+            for chunk in _slices(len(rows_ND), self.chunk_tokens):
+                yield chunk, vocabulary, self.logits(rows_ND[chunk], weight_vD, bias_v), weight_vD
+
+    def logits(self, rows_CD: Tensor, weight_vD: Tensor, bias_v: Tensor | None) -> Tensor:
+        """float32 logits [C, v], scaled, capped and divided by the temperature."""
+        logits_Cv = _matmul_float32(rows_CD, weight_vD.T)
+        if bias_v is not None:
+            logits_Cv += bias_v
         if self.softcap is not None:
-            logits_CV.div_(self.softcap).tanh_().mul_(self.softcap)
-        return logits_CV.div_(self.temperature)
+            logits_Cv.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        elif self.logit_scale != self.temperature:
+            logits_Cv *= self.logit_scale / self.temperature
+        return logits_Cv
 
-    def slope(self, logits_CV: Tensor) -> Tensor | float:
+    def slope(self, logits_Cv: Tensor) -> Tensor | float:
         """Derivative of :meth:`logits` with respect to W h + b."""
         outer = self.logit_scale / self.temperature
         if self.softcap is None:
             return outer
-        return (logits_CV * (self.temperature / self.softcap)).square_().neg_().add_(1).mul_(outer)
+        return (logits_Cv * (self.temperature / self.softcap)).square_().neg_().add_(1).mul_(outer)
 
     def backward(
         self,
@@ -158,33 +189,31 @@ class _Head:
         rows_ND: Tensor,
         weight_VD: Tensor,
         bias_V: Tensor | None,
-        grad_of: Callable[[Tensor, slice], Tensor],
+        grad_of: Callable[[Tensor, slice, slice], Tensor],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Gradients of rows, weight and bias.
 
-        ``grad_of(logits_CV, chunk)`` is the gradient of the chunk's logits, which it may overwrite.
+        ``grad_of(logits_Cv, rows, vocabulary)`` is the gradient of the tile's logits, which it may overwrite.
         """
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dtype = at_least_float32(rows_ND[:0]).dtype
-        compute_VD = weight_VD.to(rows_ND.dtype)
-        grad_ND = torch.empty_like(rows_ND) if needs_rows else None
-        grad_VD = torch.zeros(weight_VD.shape, dtype=dtype, device=rows_ND.device) if needs_weight else None
-        grad_V = torch.zeros(weight_VD.shape[0], dtype=dtype, device=rows_ND.device) if needs_bias else None
-        for chunk in self.chunks(len(rows_ND)):
-            logits_CV = self.logits(rows_ND[chunk], compute_VD, bias_V)
-            slope_CV = self.slope(logits_CV)
-            grad_CV = grad_of(logits_CV, chunk).mul_(slope_CV)
+        options: dict[str, Any] = {"dtype": at_least_float32(rows_ND[:0]).dtype, "device": rows_ND.device}
+        grad_ND = torch.zeros(rows_ND.shape, **options) if needs_rows else None
+        grad_VD = torch.zeros(weight_VD.shape, **options) if needs_weight else None
+        grad_V = torch.zeros(weight_VD.shape[0], **options) if needs_bias else None
+        for chunk, vocabulary, logits_Cv, weight_vD in self.tiles(rows_ND, weight_VD, bias_V):
+            slope_Cv = self.slope(logits_Cv)
+            grad_Cv = grad_of(logits_Cv, chunk, vocabulary)
+            if isinstance(slope_Cv, Tensor) or slope_Cv != 1:
+                grad_Cv *= slope_Cv
             if grad_V is not None:
-                grad_V += grad_CV.sum(dim=0)
-            grad_CV = grad_CV.to(rows_ND.dtype)
+                grad_V[vocabulary] += grad_Cv.sum(dim=0)
+            grad_Cv = grad_Cv.to(rows_ND.dtype)
             if grad_ND is not None:
-                grad_ND[chunk] = grad_CV @ compute_VD
-            if grad_VD is not None and grad_VD.dtype == grad_CV.dtype:
-                grad_VD.addmm_(grad_CV.T, rows_ND[chunk])
-            elif grad_VD is not None:
-                grad_VD += _matmul_float32(grad_CV.T, rows_ND[chunk])
+                grad_ND[chunk] += _matmul_float32(grad_Cv, weight_vD)
+            if grad_VD is not None:
+                grad_VD[vocabulary] += _matmul_float32(grad_Cv.T, rows_ND[chunk])
         return (
-            grad_ND,
+            None if grad_ND is None else grad_ND.to(rows_ND.dtype),
             None if grad_VD is None else grad_VD.to(weight_VD.dtype),
             None if grad_V is None or bias_V is None else grad_V.to(bias_V.dtype),
         )
@@ -195,8 +224,17 @@ def _no_autocast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
+def _log_probabilities(logits_Cv: Tensor, lse_C: Tensor) -> Tensor:
+    """In place; finite, so that 0 · log 0 is 0."""
+    return logits_Cv.sub_(lse_C[:, None].clamp(min=_LEAST)).clamp_(min=_LEAST)
+
+
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """With p = softmax(z): d log p_y / dz_j = [j = y] − p_j and dH / dz_j = −p_j (log p_j + H)."""
+    """With p = softmax(z): d log p_y / dz_j = [j = y] − p_j and dH / dz_j = −p_j (log p_j + H).
+
+    The vocabulary is taken in parts k of probability P_k: log Σ exp z is that of the parts' own, and the entropy is
+    Σ_k P_k (H_k − log P_k), H_k being that within the part: sums of positive numbers alone.
+    """
 
     @staticmethod
     def forward(
@@ -208,44 +246,52 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         head: _Head,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        logprobs_N = at_least_float32(rows_ND.new_zeros(len(rows_ND)))
-        lse_N, entropy_N = torch.zeros_like(logprobs_N), torch.zeros_like(logprobs_N)
+        num_tiles = -(-len(weight_VD) // head.chunk_vocabulary)
+        lse_KN = at_least_float32(rows_ND.new_zeros(num_tiles, len(rows_ND)))
+        within_KN, target_N = torch.zeros_like(lse_KN), torch.zeros_like(lse_KN[0])
         with _no_autocast(rows_ND):
-            compute_VD = weight_VD.to(rows_ND.dtype)
-            for chunk in head.chunks(len(rows_ND)):
-                logits_CV = head.logits(rows_ND[chunk], compute_VD, bias_V)
-                lse_N[chunk] = logits_CV.logsumexp(dim=-1)
-                target_C = logits_CV.gather(1, targets_N[chunk, None]).squeeze(1)
-                logprobs_N[chunk] = target_C - lse_N[chunk]
+            for chunk, vocabulary, logits_Cv, _ in head.tiles(rows_ND, weight_VD, bias_V):
+                k = vocabulary.start // head.chunk_vocabulary
+                is_within_C, place_C1 = _within(targets_N[chunk], vocabulary)
+                target_N[chunk] = torch.where(is_within_C, logits_Cv.gather(1, place_C1)[:, 0], target_N[chunk])
+                lse_KN[k, chunk] = logits_Cv.logsumexp(dim=-1)
                 if with_entropy:
-                    probs_CV = logits_CV.sub_(lse_N[chunk, None]).exp_()
-                    entropy_N[chunk] = torch.special.entr(probs_CV).sum(dim=-1)
+                    logp_Cv = _log_probabilities(logits_Cv, lse_KN[k, chunk])
+                    within_KN[k, chunk] = -(logp_Cv.exp() * logp_Cv).sum(dim=-1)
+        lse_N, entropy_N = lse_KN.logsumexp(dim=0), torch.zeros_like(target_N)
+        if with_entropy:
+            logp_KN = (lse_KN - lse_N).clamp(min=_LEAST)
+            entropy_N = (logp_KN.exp() * (within_KN - logp_KN)).sum(dim=0)
         ctx.save_for_backward(rows_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N)
         ctx.head, ctx.with_entropy = head, with_entropy
-        return logprobs_N, entropy_N
+        return target_N - lse_N, entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         rows_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N = ctx.saved_tensors
 
-        def grad_of(logits_CV: Tensor, chunk: slice) -> Tensor:
-            grad_C1, grad_entropy_C1 = grad_logprobs_N[chunk, None], grad_entropy_N[chunk, None]
-            probs_CV = logits_CV.sub_(lse_N[chunk, None]).exp_()
+        def grad_of(logits_Cv: Tensor, chunk: slice, vocabulary: slice) -> Tensor:
+            grad_C, grad_entropy_C1 = grad_logprobs_N[chunk], grad_entropy_N[chunk, None]
+            is_within_C, place_C1 = _within(targets_N[chunk], vocabulary)
+            logp_Cv = _log_probabilities(logits_Cv, lse_N[chunk])
             if ctx.with_entropy:
-                minus_plogp_CV = torch.special.entr(probs_CV)  # right for p = 0 too
-                grad_CV = probs_CV.mul_(-grad_C1 - grad_entropy_C1 * entropy_N[chunk, None])
-                grad_CV.addcmul_(minus_plogp_CV, grad_entropy_C1)
+                probs_Cv = logp_Cv.exp()
+                all_C1 = grad_C[:, None] + grad_entropy_C1 * entropy_N[chunk, None]
+                grad_Cv = logp_Cv.mul_(grad_entropy_C1).add_(all_C1).mul_(probs_Cv).neg_()
             else:
-                grad_CV = probs_CV.mul_(-grad_C1)
-            return grad_CV.scatter_add_(1, targets_N[chunk, None], grad_C1)
+                grad_Cv = logp_Cv.exp_().mul_(-grad_C[:, None])
+            return grad_Cv.scatter_add_(1, place_C1, torch.where(is_within_C, grad_C, 0.0)[:, None])
 
         with _no_autocast(rows_ND):
             return *ctx.head.backward(ctx, rows_ND, weight_VD, bias_V, grad_of), None, None, None
 
 
 class _ExactKL(torch.autograd.Function):
-    """With p = softmax(z): d KL(p ‖ q) / dz_j = p_j (log p_j − log q_j − KL)."""
+    """With p = softmax(z): d KL(p ‖ q) / dz_j = p_j (log p_j − log q_j − KL).
+
+    Of parts k of the vocabulary it is Σ_k P_k (KL_k + log P_k − log Q_k), KL_k being that within the part.
+    """
 
     @staticmethod
     def forward(
@@ -258,30 +304,36 @@ class _ExactKL(torch.autograd.Function):
         reference_bias_V: Tensor | None,
         head: _Head,
     ) -> Tensor:
-        kl_N = at_least_float32(rows_ND.new_zeros(len(rows_ND)))
+        num_tiles = -(-len(weight_VD) // head.chunk_vocabulary)
+        lse_KN = at_least_float32(rows_ND.new_zeros(num_tiles, len(rows_ND)))
+        reference_lse_KN, within_KN = torch.zeros_like(lse_KN), torch.zeros_like(lse_KN)
+        reference = reference_ND, reference_weight_VD, reference_bias_V
         with _no_autocast(rows_ND):
-            compute_VD = weight_VD.to(rows_ND.dtype)
-            reference_compute_VD = reference_weight_VD.to(reference_ND.dtype)
-            for chunk in head.chunks(len(rows_ND)):
-                logits_CV = head.logits(rows_ND[chunk], compute_VD, bias_V)
-                reference_CV = head.logits(reference_ND[chunk], reference_compute_VD, reference_bias_V)
-                kl_N[chunk] = kl.exact(logits_CV, reference_CV)
-        ctx.save_for_backward(rows_ND, weight_VD, bias_V, reference_ND, reference_weight_VD, reference_bias_V, kl_N)
+            tiles = zip(head.tiles(rows_ND, weight_VD, bias_V), head.tiles(*reference), strict=True)
+            for (chunk, vocabulary, logits_Cv, _), (_, _, reference_Cv, _) in tiles:
+                k = vocabulary.start // head.chunk_vocabulary
+                lse_KN[k, chunk], reference_lse_KN[k, chunk] = (x.logsumexp(dim=-1) for x in (logits_Cv, reference_Cv))
+                within_KN[k, chunk] = kl.exact(logits_Cv, reference_Cv)
+        lse_N, reference_lse_N = lse_KN.logsumexp(dim=0), reference_lse_KN.logsumexp(dim=0)
+        logp_KN, logq_KN = lse_KN - lse_N, reference_lse_KN - reference_lse_N
+        probs_KN = logp_KN.exp()
+        kl_N = torch.where(probs_KN > 0, probs_KN * (within_KN + logp_KN - logq_KN), 0.0).sum(dim=0)
+        ctx.save_for_backward(rows_ND, weight_VD, bias_V, *reference, lse_N, reference_lse_N, kl_N)
         ctx.head = head
         return kl_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        rows_ND, weight_VD, bias_V, reference_ND, reference_weight_VD, reference_bias_V, kl_N = ctx.saved_tensors
-        reference_compute_VD = reference_weight_VD.to(reference_ND.dtype)
+        rows_ND, weight_VD, bias_V, *reference, lse_N, reference_lse_N, kl_N = ctx.saved_tensors
+        reference_tiles = ctx.head.tiles(*reference)  # in the order of the others
 
-        def grad_of(logits_CV: Tensor, chunk: slice) -> Tensor:
-            logp_CV = logits_CV.log_softmax(dim=-1)
-            reference_CV = ctx.head.logits(reference_ND[chunk], reference_compute_VD, reference_bias_V)
-            probs_CV = logp_CV.exp()
-            difference_CV = logp_CV.sub_(reference_CV.log_softmax(dim=-1)).sub_(kl_N[chunk, None])
-            return torch.where(probs_CV > 0, probs_CV * difference_CV * grad_N[chunk, None], 0.0)
+        def grad_of(logits_Cv: Tensor, chunk: slice, _: slice) -> Tensor:
+            logp_Cv = logits_Cv.sub_(lse_N[chunk, None])
+            logq_Cv = next(reference_tiles)[2].sub_(reference_lse_N[chunk, None])
+            probs_Cv = logp_Cv.exp()
+            difference_Cv = logp_Cv.sub_(logq_Cv).sub_(kl_N[chunk, None])
+            return torch.where(probs_Cv > 0, probs_Cv * difference_Cv * grad_N[chunk, None], 0.0)
 
         with _no_autocast(rows_ND):
             return *ctx.head.backward(ctx, rows_ND, weight_VD, bias_V, grad_of), None, None, None, None

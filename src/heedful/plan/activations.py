@@ -161,23 +161,18 @@ def inference(shape: ModelShape, batch: Batch, *, s: int, residual: int, eager: 
     return N * shape.width * (2 * residual + 4) + mask + max(block, scores + 3 * N * shape.attention_width * s)
 
 
-def output_layer(
-    shape: ModelShape, counted_tokens: int, *, s: int, trained: bool, backward: bool, chunk_tokens: int = 512
-) -> int:
-    """Log-probabilities of the counted tokens in chunks of C rows (``objectives/logprobs.py``).
+def output_layer(shape: ModelShape, counted_tokens: int, *, s: int, trained: bool, backward: bool) -> int:
+    """Log-probabilities of the counted tokens in tiles of C rows and v of the vocabulary (``objectives/logprobs.py``).
 
-    Logits C·V in float32 with one more of their size beside them, the weight V·D in s bytes where it is held in float32
-    and, in the backward where it is trained, its gradient in float32 with the product that is being added: V·D·(4 + 4),
-    after another s where products are made in s bytes.
+    Logits C·v in float32 with two more of their size beside them and the weight that makes them, v·D in s bytes. The
+    backward makes the gradient of the rows in float32 and, where the weight is trained, its gradient V·D · 4.
     """
-    V, W = shape.vocabulary, shape.num_embedding
-    C = min(chunk_tokens, counted_tokens)
-    rows = counted_tokens * shape.width_of_head * s
-    cast = s * W if trained and s < 4 else 0
+    C, v = min(512, counted_tokens), min(2048, shape.vocabulary)
+    rows = counted_tokens * shape.width_of_head
+    tile = C * v * (4 + 4 + s) + v * shape.width_of_head * (s if s < 4 else 0)
     if not backward:
-        return rows + cast + C * V * (4 + 4)
-    gradient = W * (4 if s == 4 else 4 + 4 + s) if trained else 0
-    return rows * 2 + cast + C * V * (4 + (s if s < 4 else 0)) + gradient
+        return rows * s + tile
+    return rows * (2 * s + 4) + tile + (4 * shape.num_embedding if trained else 0)
 
 
 def key_values(shape: ModelShape, rows: int, tokens: int, *, s: int) -> int:
