@@ -150,16 +150,24 @@ class HFEngine:
         place = {tuple(prompt): n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
         ids_PT, mask_PT = self._left_padded(list(place))
         of_row_B = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=self._device)
-        cache = None
+        cache = self._new_cache()
         if ids_PT.shape[1] > 1:
             positions_PT = (mask_PT.cumsum(dim=1) - 1).clamp(min=0)
             cache = self._model.base_model(
                 input_ids=ids_PT[:, :-1], attention_mask=mask_PT[:, :-1], position_ids=positions_PT[:, :-1],
-                use_cache=True,
+                cache=cache, use_cache=True,
             ).cache  # fmt: skip
             if len(place) < len(prompts):
                 cache.batch_select_indices(of_row_B)
         return ids_PT[of_row_B], mask_PT[of_row_B], cache
+
+    def _new_cache(self) -> Any:
+        """An empty cache, None for the model's own: attention that is not known to be plain may count on its width."""
+        if not self.groups_queries:
+            return None
+        from heedful.rollout.kv import growing_cache
+
+        return growing_cache(self._model.config)
 
     def _left_padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """int64 [B, T] ids and mask, prompts flush right so that every next token sits in the same column."""
