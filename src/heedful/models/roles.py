@@ -9,7 +9,7 @@
 A value that does not start as the reward model leaves that one alone: it is a second copy of the policy with a scalar
 head (policy), or nothing but a head on the policy's trunk (trunk, frozen_trunk).
 
-Either way the reference computes by the same path as the policy (same weights' dtype, same autocast), so that the KL at
+Either way the reference computes by the same path as the policy (same autocast, same casts), so that the KL at
 step 0 is exactly 0. In int8 that is so under adapters, where policy and reference have the same int8 base; beside a
 policy that is trained in float32 the reference is its int8 copy, and the KL starts at what the rounding makes of it.
 """
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from heedful.batches import TokenBatch
 from heedful.errors import ModelError
+from heedful.models.casts import keep_casts
 from heedful.models.heads import load_heads
 from heedful.models.load import load_causal, load_scalar, load_tokenizer
 from heedful.models.lora import add_lora, is_adapted
@@ -129,13 +130,16 @@ def build_policy(
 ) -> LanguageModel:
     """A language model part. Trained weights are float32; under adapters the frozen base is in the compute dtype.
 
-    ``trained=False`` without ``lora`` gives the frozen twin: float32 too, so that it computes as the trained one does.
-    ``weights`` is another dtype to hold them in.
+    ``trained=False`` without ``lora`` gives the frozen twin, which computes as the trained one does to the bit (see
+    :mod:`~heedful.models.casts`). ``weights`` is a dtype to hold them all in instead.
     """
-    weights = weights or (torch.float32 if lora is None else dtype)
-    model = load_causal(path, dtype=weights, device=device, attention=attention)
+    held = weights or (torch.float32 if lora is None else dtype)
+    model = load_causal(path, dtype=held, device=device, attention=attention)
     model = _with_trained_weights(model, lora, trained, task="causal")
-    return LanguageModel(model, load_tokenizer(path), device, dtype)
+    part = LanguageModel(model, load_tokenizer(path), device, dtype)
+    if weights is None and not trained:
+        keep_casts(part)
+    return part
 
 
 def build_scalar(
@@ -153,15 +157,17 @@ def build_scalar(
     """A reward or value part: from a reward folder, or with ``new_head`` from a language model's folder.
 
     Args:
-        weights: dtype in which they are held; None as in :func:`build_policy`.
+        trained, weights: as in :func:`build_policy`.
     """
-    weights = weights or (torch.float32 if lora is None else dtype)
+    held = weights or (torch.float32 if lora is None else dtype)
     model = load_scalar(
-        path, dtype=weights, device=device, attention=attention, head="new" if new_head else "required", seed=seed
+        path, dtype=held, device=device, attention=attention, head="new" if new_head else "required", seed=seed
     )
     model = _with_trained_weights(model, lora, trained, task="scalar")
     part = ScalarModel(model, load_tokenizer(path), device, dtype)
     part.heads = None if new_head else load_heads(path, device)
+    if weights is None and not trained:
+        keep_casts(part)
     return part
 
 
@@ -272,6 +278,7 @@ def _policy_and_reference(
     if int8 is not None:  # before the next model is loaded
         int8.hold(reference=reference)
         quantise(policy)
+    keep_casts(reference)
     return policy, reference
 
 
@@ -298,4 +305,6 @@ def _value_and_reward(
         reward = build_scalar(reward_path, lora=None, trained=False, weights=held, new_head=new_reward_head, **hardware)
     if int8 is not None:
         int8.hold(reward=reward)
+    if reward is not None:
+        keep_casts(reward)
     return value, reward

@@ -4,7 +4,8 @@ What is held follows ``models/roles.py`` and ``train/step.py``:
 
     trained fully     weights, gradients and both moments of AdamW in float32: 4 + 4 + 8 bytes per parameter
     under adapters    the base in the compute precision (2 or 4), 16 bytes per parameter of the adapters
-    frozen twins      reference and reward beside fully trained models in float32, so that they compute alike
+    frozen twins      reference and reward beside fully trained models: what autocast casts in the compute precision,
+                      the rest (a tied output layer too) in float32, so that they compute alike
     the engine        PPO decodes with a copy of the policy in the compute precision
 
 Gradients live from the first micro-batch of an optimizer step to its end, moments from the first step on.
@@ -79,6 +80,8 @@ class Model:
     """Its base is the policy's; adapters and head are all that it has of its own"""
     int8: bool = False
     """Its matrix products are held in a byte per weight, with a scale of two bytes per row"""
+    product_bytes: int | None = None
+    """Of one weight of its matrix products and of an untied output layer in float; None = as of any other weight"""
 
     @property
     def num_own(self) -> int:
@@ -104,10 +107,17 @@ class Model:
         return adapters + (0 if self.on_policy else self.num_own * self.weight_bytes - self.saved_bytes)
 
     @property
+    def output_bytes(self) -> int:
+        """Of one weight of the output layer."""
+        return self.weight_bytes if self.shape.tied else self.product_bytes or self.weight_bytes
+
+    @property
     def saved_bytes(self) -> int:
-        """What int8 takes off the weights of the model itself."""
-        scales = 2 * sum(linear.outputs for linear in self.shape.all_linears())
-        return self.shape.num_linear_weights * (self.weight_bytes - 1) - scales if self.int8 else 0
+        """What products in int8 or in the compute precision take off the weights of the model itself."""
+        output = 0 if self.scalar else self.shape.num_embedding * (self.weight_bytes - self.output_bytes)
+        product = 1 if self.int8 else self.product_bytes or self.weight_bytes
+        scales = 2 * sum(linear.outputs for linear in self.shape.all_linears()) if self.int8 else 0
+        return output + self.shape.num_linear_weights * (self.weight_bytes - product) - scales
 
     @property
     def cast_bytes(self) -> int:
@@ -196,13 +206,13 @@ def _reward(setup: Setup) -> StagePlan:
 def _evaluate(setup: Setup) -> StagePlan:
     config, recipe = setup.recipe.evaluate, setup.recipe
     assert config is not None
-    policy = Model("policy", setup.base, False, FLOAT32)
+    policy = Model("policy", setup.base, False, FLOAT32, product_bytes=setup.s)
     answer = config.max_new_tokens or (recipe.ppo.sampling.max_new_tokens if recipe.ppo else 256)
     held = {**_libraries(setup), **_of_models([policy])}
     rows = min(config.batch_size, config.max_prompts)
     phases = [_rollout(setup, held, rows, setup.work.evaluate_prompt_tokens, answer)]
     if recipe.reward is not None or recipe.model.reward:
-        reader = Model("reward", setup.reward, True, FLOAT32)
+        reader = Model("reward", setup.reward, True, FLOAT32, product_bytes=setup.s)
         length = setup.work.evaluate_prompt_tokens + answer
         batch = Batch(max(1, 4096 // length), length, 1)
         working = activations.inference(setup.reward, batch, s=setup.s, residual=FLOAT32, eager=setup.eager)
@@ -218,7 +228,7 @@ def ppo_models(setup: Setup) -> list[Model]:
     shared, separate = config.roles == "shared", config.roles == "separate"
     models = [trained(setup, "policy", lora, scalar=False, recompute=recompute)]
     if lora is None or separate:
-        models.append(Model("reference", setup.base, False, FLOAT32 if lora is None else s))
+        models.append(Model("reference", setup.base, False, FLOAT32 if lora is None else s, product_bytes=s))
     if config.value_from in ("reward", "policy"):
         shape = setup.reward if config.value_from == "reward" else setup.base
         value = trained(setup, "value", lora, scalar=True, recompute=recompute, shape=shape)
@@ -228,7 +238,7 @@ def ppo_models(setup: Setup) -> list[Model]:
         adapter = None if of_reward is None else training_of(of_reward)
         models.append(Model("reward", setup.reward, True, s, adapter, frozen=True, on_policy=True))
     elif config.uses_own_reward and (config.value_from != "reward" or lora is None or separate):
-        models.append(Model("reward", setup.reward, True, FLOAT32 if lora is None else s))
+        models.append(Model("reward", setup.reward, True, FLOAT32 if lora is None else s, product_bytes=s))
     models += [Model(f"reward {n}", shape, True, setup.s) for n, shape in enumerate(setup.more_rewards, start=2)]
     if config.frozen_weights == "int8":
         models = [m if m.training and m.training.rank is None else replace(m, int8=True) for m in models]
@@ -313,7 +323,7 @@ def _scoring(setup: Setup, models: list[Model], batch: Batch) -> dict[str, int]:
         trunk = activations.inference(model.shape, batch, s=s, residual=residual, eager=setup.eager)
         cast = model.cast_bytes if s < FLOAT32 else 0
         head = 0 if model.scalar else activations.output_layer(
-            model.shape, batch.counted_tokens, s=s, trained=residual == FLOAT32, backward=False
+            model.shape, batch.counted_tokens, s=s, trained=model.output_bytes == FLOAT32, backward=False
         )  # fmt: skip
         found.append({"casts of weights": cast, "activations": trunk} if trunk + cast > head else
                      {"logits and output layer": head})  # fmt: skip

@@ -122,7 +122,8 @@ def test_int8_holds_a_byte_per_weight_of_what_is_not_trained():
     held = {m.part: m.held_bytes for m in ppo_models(setup(ppo={"roles": "shared", **int8}))}
     assert held["policy"] == linear + 2 * rows + 2 * (shape.num_causal - linear) + 4 * adapters
     full = {m.part: m.held_bytes for m in ppo_models(setup(ppo=int8))}
-    assert full["reference"] == linear + 2 * rows + 4 * (shape.num_causal - linear)
+    output = shape.num_embedding  # is not the embedding, and is cast
+    assert full["reference"] == linear + 2 * rows + 2 * output + 4 * (shape.num_causal - linear - output)
     assert full["policy"] == 4 * shape.num_causal  # is trained
     phases = {phase.name: phase.parts for phase in stage(setup(ppo={"roles": "shared", **int8}), "ppo").phases}
     assert phases["train policy"]["cast of an int8 weight"] == 2 * 4096 * 11008
