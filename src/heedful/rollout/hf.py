@@ -31,6 +31,8 @@ from heedful.rollout.packed import can_pack, group_queries, pack_layers, takers
 
 COMPACT_BELOW = 0.8
 """Finished rows are dropped once the rest is below this share; each drop copies the cache."""
+PROMPTS_TOGETHER = 16
+"""Prompts that are read in one forward, sorted by length; few enough to save padding, enough for full products."""
 BLOCK = 256
 """Tokens whose probabilities are summed before a sampler looks among them."""
 HEAD = "lm_head.weight"
@@ -141,33 +143,44 @@ class HFEngine:
                 active = [active[i] for i in alive]
 
     def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor, Any]:
-        """Prompts as int64 [B, T] with their mask, and the cache after all tokens but the last, by the trunk alone.
+        """Prompts as int64 [B, T] with their mask, and the cache after all tokens but the last.
 
-        Equal prompts are read once. The last token is the first step of the decoding: the head then sees one contiguous
-        row per prompt. Given the last column of [B, T, D] it would copy its whole weight for every row (PyTorch's
-        product of a strided batch).
+        Equal prompts are read once, and prompts of like length together, so that little padding is read.
         """
         place = {tuple(prompt): n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        ids_PT, mask_PT = self._left_padded(list(place))
-        of_row_B = torch.tensor([place[tuple(prompt)] for prompt in prompts], device=self._device)
+        distinct = list(place)
+        # a part of one-token prompts would have nothing to join
+        can_part = self.groups_queries and min(map(len, distinct)) > 1 and self._new_cache().can_join
+        together = PROMPTS_TOGETHER if can_part else len(distinct)
+        read = [self._read(distinct[n : n + together]) for n in range(0, len(distinct), together)]
+        cache = read[0] if len(read) == 1 else self._new_cache().joined(read)
+        if cache is not None and len(place) < len(prompts):
+            cache.batch_select_indices(torch.tensor([place[tuple(prompt)] for prompt in prompts], device=self._device))
+        return *self._left_padded(prompts), cache
+
+    def _read(self, prompts: Sequence[Sequence[int]]) -> Any:
+        """The cache after all tokens of prompts but the last, by the trunk alone.
+
+        The last one is the first step of the decoding: the head then sees one contiguous row per prompt. Given the last
+        column of [B, T, D] it would copy its whole weight for every row (PyTorch's product of a strided batch).
+        """
+        ids_BT, mask_BT = self._left_padded(prompts)
         cache = self._new_cache()
-        if ids_PT.shape[1] > 1:
-            positions_PT = (mask_PT.cumsum(dim=1) - 1).clamp(min=0)
-            cache = self._model.base_model(
-                input_ids=ids_PT[:, :-1], attention_mask=mask_PT[:, :-1], position_ids=positions_PT[:, :-1],
-                cache=cache, use_cache=True,
-            ).cache  # fmt: skip
-            if len(place) < len(prompts):
-                cache.batch_select_indices(of_row_B)
-        return ids_PT[of_row_B], mask_PT[of_row_B], cache
+        if ids_BT.shape[1] == 1:
+            return cache
+        ids_BT, mask_BT = ids_BT[:, :-1], mask_BT[:, :-1]
+        positions_BT = (mask_BT.cumsum(dim=1) - 1).clamp(min=0)
+        return self._model.base_model(
+            input_ids=ids_BT, attention_mask=mask_BT, position_ids=positions_BT, cache=cache, use_cache=True
+        ).cache
 
     def _new_cache(self) -> Any:
         """An empty cache, None for the model's own: attention that is not known to be plain may count on its width."""
         if not self.groups_queries:
             return None
-        from heedful.rollout.kv import growing_cache
+        from heedful.rollout.kv import GrowingCache
 
-        return growing_cache(self._model.config)
+        return GrowingCache(self._model.config)
 
     def _left_padded(self, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """int64 [B, T] ids and mask, prompts flush right so that every next token sits in the same column."""

@@ -5,9 +5,12 @@ transformers' own puts keys and values together anew at every step, a copy of th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -15,11 +18,33 @@ ROOM = 32
 """Tokens by which a layer grows at a time; those not yet there are masked, and cost what real ones cost."""
 
 
-def growing_cache(config: Any) -> DynamicCache:
-    """An empty cache; layers that see the whole past grow by ``ROOM`` tokens, others (windows) are as ever."""
-    cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
+class GrowingCache(DynamicCache):
+    """A cache whose layers over the whole past grow by ``ROOM`` tokens; others (windows) are transformers' own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in self.layers]
+
+    @property
+    def can_join(self) -> bool:
+        """Whether all layers see the whole past, so that rows can be put together."""
+        return all(type(layer) is GrowingLayer for layer in self.layers)
+
+    def joined(self, caches: Sequence[GrowingCache]) -> GrowingCache:
+        """This empty cache with the rows of several, flush right: shorter ones begin with columns of zeros."""
+        longest = max(cache.get_seq_length() for cache in caches)
+        layers: Sequence[Any] = self.layers
+        for index, layer in enumerate(layers):
+            parts: list[Any] = [cache.layers[index] for cache in caches]
+            layer.update(*(torch.cat([_flush_right(p, what, longest) for p in parts]) for what in ("keys", "values")))
+            for part in parts:
+                part.keys = part.values = None  # one layer at a time is held twice
+        return self
+
+
+def _flush_right(layer: Any, what: str, width: int) -> Tensor:
+    length = layer.get_seq_length()
+    return functional.pad(getattr(layer, what)[:, :, :length], (0, 0, width - length, 0))
 
 
 class GrowingLayer(DynamicLayer):
