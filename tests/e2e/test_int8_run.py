@@ -46,8 +46,8 @@ def run(file, path, *more):
 def test_under_adapters(file, toy_model, tmp_path, capsys):
     folder, results, first = run(file, tmp_path, "--ppo.lora.rank", "4")
     assert first["ppo/kl_nats"] == 0
-    assert results["int8"].keys() == {"reference", "reward", "rewards.other"}
-    assert 0 < results["int8"]["reference"]["logprob_error_mean_nats"] < 0.05
+    assert results["rounding"].keys() == {"reference", "reward", "rewards.other"}
+    assert 0 < results["rounding"]["reference"]["logprob_error_mean_nats"] < 0.05
     assert "reference in int8: log-probs of" in "".join(capsys.readouterr())
     # every saved weight is the original one, or that and its adapter's update
     part = build_policy(toy_model, lora=None, device=CPU, dtype=torch.float32)
@@ -69,7 +69,7 @@ def test_under_adapters(file, toy_model, tmp_path, capsys):
 def test_with_all_weights(file, tmp_path):
     _, results, first = run(file, tmp_path)
     assert 0 < abs(first["ppo/kl_nats"]) < 0.1  # of answers of 6 tokens
-    assert 0 < results["int8"]["reference"]["kl_mean_nats"] < 1e-3
+    assert 0 < results["rounding"]["reference"]["kl_mean_nats"] < 1e-3
 
 
 @pytest.mark.parametrize("rank", [None, 4])

@@ -31,7 +31,7 @@ OPTIMIZER = {
     "learning_rate": 0.002, "schedule": "cosine", "warmup_fraction": 0.9, "weight_decay": 0.5, "beta1": 0.5,
     "beta2": 0.5, "epsilon": 0.01, "max_gradient_norm": 0.001,
 }  # fmt: skip
-LORA_KEYS = {"rank": 2, "alpha": 4.0, "targets": "q_proj"}
+LORA_KEYS = {"rank": 2, "alpha": 4.0, "targets": "q_proj", "base": "nf4"}
 CHECKPOINT = {"every_steps": 2, "keep": 2}
 
 FUNCTION = {"ppo.rewards": {"own": {"model": "run:reward"}, "part": {"function": "toy_parts:length"}}}
@@ -107,6 +107,8 @@ TABLE: dict[str, dict[str, Any]] = {
         **{f"ppo.optimizer.{key}": value for key, value in OPTIMIZER.items()},
         **{f"ppo.value_optimizer.{key}": value for key, value in OPTIMIZER.items()},
         **{f"ppo.lora.{key}": (value, {"ppo.lora": LORA}) for key, value in LORA_KEYS.items()},
+        # 4 bits move the scores of this reward model too far, which is refused where it shares the value's base
+        "ppo.lora.base": ("nf4", {"ppo.lora": LORA, "ppo.value_from": "policy"}),
         **{f"ppo.checkpoint.{key}": value for key, value in CHECKPOINT.items()},
         **{f"ppo.rewards.<name>.{key}": value for key, value in REWARD_KEYS.items()},
         "ppo.disagreement_penalty": (3.0, {"model.reward": "{ensemble}"}),

@@ -260,7 +260,8 @@ class PPOConfig(Section):
     lora: LoraConfig | None = None
     """Adapters for policy and value; the reference is then the policy with its adapters off, on the same base."""
     frozen_weights: Literal["float", "int8"] = "float"
-    """int8 holds what is never trained (reference, reward, the base under adapters) in a byte per weight, measured."""
+    """int8 holds what is never trained (reference, reward, the base under adapters where lora.base is float) in a byte
+    per weight, measured."""
     activation_checkpointing: bool = False
     """Keep only the layers' inputs for the backward pass and compute the rest again: less memory, a third more time."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -347,6 +348,16 @@ class PPOConfig(Section):
             raise ValueError("rewards is empty; name at least one part, or leave the section out")
         return self
 
+    @property
+    def _leaves_frozen_float(self) -> bool:
+        """Whether something that is never trained is not in few bits by lora.base."""
+        if self.lora is None or self.lora.base == "float":
+            return True
+        if any(part.model not in (None, "run:reward") for part in self.reward_parts.values()):
+            return True
+        apart = self.roles != "shared" and (self.roles == "separate" or self.value_from != "reward")
+        return self.uses_own_reward and apart
+
     def _refuse_without_effect(self) -> None:
         """A changed key that nothing would read; keys at their default may stand beside anything."""
 
@@ -359,6 +370,8 @@ class PPOConfig(Section):
             ("overlong_penalty", changed(self, "overlong_penalty"), self.overlong_from_tokens is not None,
              "overlong_from_tokens"),
             ("value_coefficient", changed(self, "value_coefficient"), self.value_from == "trunk", "value_from: trunk"),
+            ("frozen_weights", changed(self, "frozen_weights"), self._leaves_frozen_float,
+             "lora.base: float, or a frozen model of its own"),
             ("missing_end_penalty", penalty, self.missing_end_score is None, "missing_end_score to be left out"),
         ):  # fmt: skip
             if is_changed and not acts:

@@ -154,6 +154,13 @@ class Recipe(Section):
 
     def _reward_is_adapter(self) -> None:
         """As far as can be known before anything is trained."""
+        assert self.ppo is not None and self.ppo.lora is not None
+        base = self.reward.lora.base if self.reward is not None and self.reward.lora is not None else "float"
+        if self.reward is not None and base != self.ppo.lora.base:
+            raise ValueError(
+                f"ppo.roles: shared reads the reward model's adapter on the base that it was trained on; "
+                f"reward.lora.base ({base}) and ppo.lora.base ({self.ppo.lora.base}) must be the same"
+            )
         if self.reward is not None and self.reward.lora is None and self.reward.train != "head":
             raise ValueError(
                 "ppo.roles: shared needs a reward model that is an adapter on the policy; set reward.lora (such as "

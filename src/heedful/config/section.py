@@ -97,6 +97,9 @@ class LoraConfig(Section):
     """The update is scaled by alpha / rank."""
     targets: str = "all-linear"
     """Module names, comma-separated, or all-linear."""
+    base: Literal["float", "int8", "nf4"] = "float"
+    """Form of the frozen weights under the adapters: the compute precision, a byte or half a byte (QLoRA) per weight.
+    What is saved is the rounded base with the adapters, as it was trained."""
 
 
 class CheckpointConfig(Section):

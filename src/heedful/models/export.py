@@ -12,8 +12,8 @@ import torch
 
 from heedful.errors import ModelError
 from heedful.models.folders import atomic_folder, quiet, remove_leftovers
+from heedful.models.frozen import is_quantised
 from heedful.models.heads import HEADS_FILE, Heads
-from heedful.models.int8 import is_quantised
 from heedful.models.load import load_causal, scalar_head
 from heedful.models.lora import base_of, is_adapted, merged_state, num_merged
 from heedful.models.parts import ScalarModel
@@ -41,11 +41,11 @@ def save_policy(
     Args:
         dtype: of the saved weights; None keeps them, or float32 for merged ones: bfloat16 would swallow small updates.
         extra: more files, name → JSON content.
-        base: the folder that a model in int8 was made from; its adapters are merged into the weights there.
+        base: the folder that a base in few bits was made from, to merge the adapters into the weights there; None
+            merges them into the rounded weights, which they were trained on.
 
     Raises:
-        ModelError: nothing to merge, a model in int8 without ``base`` or of another one, or weights and tokenizer that
-            do not fit each other.
+        ModelError: nothing to merge, another ``base``, or weights and tokenizer that do not fit each other.
     """
     plain = _plain_model(model, dtype=dtype, base=base)
     return _save(model, plain, tokenizer, Path(path), {**(extra or {})}, {})
@@ -201,11 +201,9 @@ def _plain_model(model: Any, *, dtype: torch.dtype | None = None, base: Path | s
 
 
 def _originals(live: Any, base: Path | str | None) -> dict[str, torch.Tensor] | None:
-    """The float weights that a model in int8 was made from, as they were held then; None for any other model."""
-    if not is_quantised(live):
+    """The float weights that a base in few bits was made from, as they were held then; None without ``base``."""
+    if base is None or not is_quantised(live):
         return None
-    if base is None:
-        raise ModelError("a model in int8 is merged into the weights it was made from; say in which folder they are")
     held = live.get_input_embeddings().weight.dtype
     originals: dict[str, torch.Tensor] = load_causal(base, dtype=held, device=torch.device("cpu")).state_dict()
     return originals

@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from heedful.errors import ModelError
+from heedful.models.frozen import FrozenLinear
 
 
 def to_int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,7 +36,7 @@ def to_int8(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Product(torch.autograd.Function):
-    """x Qᵀ · scale; autograd's own product would keep a float copy of every Q until the backward pass."""
+    """x Qᵀ · scale."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, whole_OI: Tensor, scale_O: Tensor) -> Tensor:
@@ -49,47 +50,15 @@ class _Product(torch.autograd.Function):
 
 
 @final
-class Int8Linear(nn.Module):
-    """A frozen ``nn.Linear`` (or GPT-2's transposed ``Conv1D``) with its weight in int8; inputs get gradients."""
+class Int8Linear(FrozenLinear):
+    """``weight``: whole numbers, int8 [O, I]; ``scale``: bfloat16 [O]."""
 
-    weight: Tensor
-    """int8 [O, I]"""
-    scale: Tensor
-    """bfloat16 [O]"""
+    def _encoded(self, weight_OI: Tensor) -> tuple[Tensor, Tensor]:
+        return to_int8(weight_OI)
 
-    def __init__(self, layer: Any) -> None:
-        """Raises ModelError where a weight is not finite."""
-        super().__init__()
-        self.is_transposed = not isinstance(layer, nn.Linear)
-        whole_OI, scale_O = self._quantised(layer.weight)
-        self.out_features, self.in_features = whole_OI.shape
-        self.register_buffer("weight", whole_OI)
-        self.register_buffer("scale", scale_O)
-        self.bias = layer.bias
+    def _decoded(self) -> Tensor:
+        return self.weight.float() * self.scale.float()[:, None]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[…, I] → […, O] in autocast's precision, where it is on, else in that of x."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+    def _product(self, x: Tensor) -> Tensor:
         y: Tensor = _Product.apply(x, self.weight, self.scale)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def dequantised(self) -> Tensor:
-        """The weights that it computes with, float32 in the layout of the layer it was made from."""
-        weight_OI = self.weight.float() * self.scale.float()[:, None]
-        return weight_OI.T if self.is_transposed else weight_OI
-
-    def is_made_of(self, weight: Tensor) -> bool:
-        """Whether these float weights are the ones it was made from, as far as int8 can tell."""
-        if weight.shape != (self.weight.T if self.is_transposed else self.weight).shape:
-            return False
-        whole_OI, scale_O = self._quantised(weight.to(self.weight.device))
-        return torch.equal(whole_OI, self.weight) and torch.equal(scale_O, self.scale)
-
-    def _quantised(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return to_int8(weight.T.contiguous() if self.is_transposed else weight)
-
-
-def is_quantised(model: nn.Module) -> bool:
-    """Whether some layer of the model is held in int8."""
-    return any(isinstance(module, Int8Linear) for module in model.modules())
+        return y

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heedful.errors import ModelError
-from heedful.models.int8 import Int8Linear
+from heedful.models.frozen import FrozenLinear
 
 _NO_ADAPTER = "no adapter"
 
@@ -156,12 +156,12 @@ def merged_state(
     touched; one merged weight exists at a time. A model without adapters gives its state as it is.
 
     Args:
-        originals: the weights that layers in int8 were made from, by their names in the plain model; None takes the
+        originals: the weights that layers in few bits were made from, by their names in the plain model; None takes the
             weights that such layers compute with, in float32 where ``dtype`` is None.
 
     Raises:
         ModelError: an adapted model none of whose weights would be changed (wrong adapter, wrong names), or originals
-            of which some layer in int8 was not made.
+            of which some layer in few bits was not made.
     """
     if not is_adapted(model):
         for name, tensor in model.state_dict().items():
@@ -170,14 +170,14 @@ def merged_state(
     if num_merged(model) == 0:
         raise ModelError("the adapter changes no weight of this model: 0 tensors would be merged")
     layers = _adapted_layers(model)
-    int8 = {name: module for name, module in base_of(model).named_modules() if isinstance(module, Int8Linear)}
+    rounded = {name: m for name, m in base_of(model).named_modules() if isinstance(m, FrozenLinear)}
     for name, tensor in base_of(model).state_dict().items():
         plain = _plain_name(name, model)
         module, _, last = name.rpartition(".")
-        if plain is None or (module in int8 and last == "scale"):
+        if plain is None or (module in rounded and last == "scale"):
             continue
-        if module in int8 and last == "weight":
-            tensor = _float_weight(int8[module], plain, originals)
+        if module in rounded and last == "weight":
+            tensor = _float_weight(rounded[module], plain, originals)
         layer = layers.get(name.removesuffix(".base_layer.weight"))
         if layer is not None and name.endswith(".base_layer.weight"):
             merged = tensor.float()
@@ -188,11 +188,11 @@ def merged_state(
         yield plain, _cast(tensor, dtype)
 
 
-def _float_weight(layer: Int8Linear, name: str, originals: Mapping[str, Tensor] | None) -> Tensor:
+def _float_weight(layer: FrozenLinear, name: str, originals: Mapping[str, Tensor] | None) -> Tensor:
     if originals is None:
         return layer.dequantised()
     if name not in originals or not layer.is_made_of(originals[name]):
-        raise ModelError(f"{name} is not what the int8 weights were made of; has the base model's folder been changed?")
+        raise ModelError(f"{name} is not what the rounded weights were made of; is the base in another folder?")
     return originals[name].to(layer.weight.device)
 
 

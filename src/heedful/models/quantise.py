@@ -1,4 +1,4 @@
-"""Frozen parts held in int8 (see ``models/int8.py``), and what that does to log-probs and scores, measured.
+"""Frozen weights held in few bits (``int8.py``, ``nf4.py``), and what that does to log-probs and scores, measured.
 
 Only the matrix products of a trunk are held so; embedding, output layer, score head and adapters stay as they are.
 
@@ -7,24 +7,33 @@ Dimension letters: N sequences or tokens, T tokens, D hidden width, K outputs of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from heedful.batches import TokenBatch
 from heedful.errors import ModelError
+from heedful.models.frozen import FrozenLinear, is_quantised
 from heedful.models.hardware import release_memory
 from heedful.models.int8 import Int8Linear
+from heedful.models.nf4 import Nf4Linear
 from heedful.models.parts import LanguageModel, Part, ScalarModel
 from heedful.records import Prompt
 from heedful.runs.progress import tell
 
+Form = Literal["int8", "nf4"]
+Key = Literal["ppo.frozen_weights", "lora.base"]
+_LAYERS: dict[Form, type[FrozenLinear]] = {"int8": Int8Linear, "nf4": Nf4Linear}
+
 MEAN_BOUND_NATS, LARGEST_BOUND_NATS = 0.05, 2.0
 """What bfloat16 may do to a log-prob in the mean and at most (``train.proofs.SAMPLER_BOUNDS``); int8 must not do more.
 Four bits are beyond it."""
+TRAINED_BOUND_NATS = 1.0
+"""Mean change of a log-prob of a base that adapters are trained on and make good; beyond it, it is another model."""
 SCORE_BOUND = 0.2
 """Mean change of a score, in deviations of the scores, that a reward model may show."""
 NUM_PROMPTS = 8
@@ -32,8 +41,8 @@ NUM_PROMPTS = 8
 ANSWERS = ("Yes.", "No, I would rather not say that today.", "It depends: some do, some do not; I do not know.")
 
 
-def quantise(part: Part) -> None:
-    """Hold the frozen matrix products of the part's trunk in int8, in place; once for parts on one trunk."""
+def quantise(part: Part, form: Form) -> None:
+    """Hold the frozen matrix products of the part's trunk in few bits, in place; once for parts on one trunk."""
     from transformers.pytorch_utils import Conv1D
 
     trunk = part.base.base_model
@@ -41,41 +50,57 @@ def quantise(part: Part) -> None:
         # type, not isinstance: what derives from a linear layer may do more than a product
         if type(module) not in (nn.Linear, Conv1D) or module.weight.requires_grad or ".lora_" in f".{name}":
             continue
-        trunk.set_submodule(name, Int8Linear(module))
+        trunk.set_submodule(name, _LAYERS[form](module))
     release_memory()
 
 
 @final
 @dataclass
-class Int8:
-    """Holds parts in int8 and notes what that changes, on some of the run's prompts."""
+class Rounding:
+    """Holds frozen weights in few bits and notes what that changes, on some of the run's prompts."""
 
     prompts: Sequence[tuple[Prompt, list[int]]] = ()
     """All prompts of the run with their ids; of none nothing is measured"""
     temperature: float = 1.0
     """That log-probs are taken at"""
+    frozen: Literal["float", "int8"] = "float"
+    """Form of frozen models of their own, and of a base under adapters that ``lora.base`` leaves in float"""
     found: dict[str, dict[str, float]] = field(default_factory=dict)
     """By part. Of a language model: mean and largest |change of a log-prob| over the prompts' tokens, and the mean KL
-    from the int8 to the float model, in nats per token. Of a reward model: mean and largest |change of a score|, in
+    from the rounded to the float model, in nats per token. Of a reward model: mean and largest |change of a score|, in
     deviations of the scores"""
 
-    def hold(self, **parts: Part | None) -> None:
-        """Quantise these parts, which may share a trunk, and measure each by the name it is given under.
+    def hold(
+        self, form: Form, parts: Mapping[str, Part | None], *, key: Key = "ppo.frozen_weights", trained: bool = False
+    ) -> None:
+        """Quantise these parts, which may share a trunk, and measure each by its name.
+
+        Parts that are in few bits already stay as they are.
+
+        Args:
+            key: of the recipe, that asks for it.
+            trained: adapters are trained on what is measured, so that it may be off by more, and scores by anything.
 
         Raises:
-            ModelError: int8 moves log-probs or scores too far.
+            ModelError: log-probs or scores move too far.
         """
-        given = {name: part for name, part in parts.items() if part is not None}
+        given = {name: part for name, part in parts.items() if part is not None and not is_quantised(part.model)}
         before = {name: self._read(part) for name, part in given.items()} if self.prompts else {}
         for part in given.values():
-            quantise(part)
+            quantise(part, form)
         for name, read in before.items():
             part = given[name]
             after = self._read(part)
             if isinstance(part, LanguageModel):
-                self._compare_logprobs(name, part, read, after)
+                says, is_near = self._compare_logprobs(name, part, read, after, trained)
             else:
-                self._compare_scores(name, read[0], after[0])
+                says, is_near = self._compare_scores(name, read[0], after[0], trained)
+            says = f"{name} in {form}: {says}"
+            if not is_near:
+                forms = "int8 or float" if form == "nf4" else "float"
+                apart = ", or ppo.roles to separate" if key == "lora.base" and isinstance(part, ScalarModel) else ""
+                raise ModelError(f"{says} allowed; set {key} to {forms}{apart}")
+            tell(says)
 
     @property
     def _some(self) -> list[tuple[Prompt, list[int]]]:
@@ -105,7 +130,9 @@ class Int8:
             return [torch.tensor(part.output_texts(prompts, answers, micro_batch_tokens=1))]  # each row alone
 
     @torch.no_grad()
-    def _compare_logprobs(self, name: str, part: LanguageModel, before: list[Tensor], after: list[Tensor]) -> None:
+    def _compare_logprobs(
+        self, name: str, part: LanguageModel, before: list[Tensor], after: list[Tensor], trained: bool
+    ) -> tuple[str, bool]:
         changes, kls = [], []
         with part.reference():
             for batch, old_BTD, new_BTD in zip(self._batches(part), before, after, strict=True):
@@ -116,21 +143,21 @@ class Int8:
         change_N, kl_N = torch.cat(changes), torch.cat(kls)
         mean, largest, kl = float(change_N.mean()), float(change_N.max()), float(kl_N.mean())
         self.found[name] = {"logprob_error_mean_nats": mean, "logprob_error_max_nats": largest, "kl_mean_nats": kl}
-        says = f"{name} in int8: log-probs of {len(change_N)} prompt tokens move by {mean:.2g} nats in the mean, "
-        says += f"{largest:.2g} at most; KL {kl:.2g} nats per token"
-        if not (mean <= MEAN_BOUND_NATS and largest <= LARGEST_BOUND_NATS):
-            raise ModelError(
-                f"{says}, where at most {MEAN_BOUND_NATS:g} and {LARGEST_BOUND_NATS:g} are allowed; set "
-                f"ppo.frozen_weights to float"
-            )
-        tell(says)
+        says = f"log-probs of {len(change_N)} prompt tokens move by {mean:.2g} nats in the mean, {largest:.2g} at most"
+        says += f"; KL {kl:.2g} nats per token"
+        if trained:
+            return _judged(says, f"{TRAINED_BOUND_NATS:g} in the mean is", mean <= TRAINED_BOUND_NATS)
+        bounds = f"at most {MEAN_BOUND_NATS:g} and {LARGEST_BOUND_NATS:g} are"
+        return _judged(says, bounds, mean <= MEAN_BOUND_NATS and largest <= LARGEST_BOUND_NATS)
 
-    def _compare_scores(self, name: str, before_NK: Tensor, after_NK: Tensor) -> None:
+    def _compare_scores(self, name: str, before_NK: Tensor, after_NK: Tensor, trained: bool) -> tuple[str, bool]:
         change_NK = (after_NK - before_NK).abs() / before_NK.std(dim=0, correction=0).clamp(min=1e-12)
         mean, largest = float(change_NK.mean(dim=0).max()), float(change_NK.max())
         self.found[name] = {"score_error_mean": mean, "score_error_max": largest}
-        says = f"{name} in int8: scores of {len(change_NK)} answers move by {mean:.2g} of their deviation in the mean, "
+        says = f"scores of {len(change_NK)} answers move by {mean:.2g} of their deviation in the mean, "
         says += f"{largest:.2g} at most"
-        if not mean <= SCORE_BOUND:
-            raise ModelError(f"{says}, where {SCORE_BOUND:g} is allowed; set ppo.frozen_weights to float")
-        tell(says)
+        return _judged(says, f"{SCORE_BOUND:g} is", mean <= SCORE_BOUND or (trained and math.isfinite(mean)))
+
+
+def _judged(says: str, bounds: str, is_near: bool) -> tuple[str, bool]:
+    return (says if is_near else f"{says}, where {bounds}"), is_near

@@ -10,14 +10,15 @@ A value that does not start as the reward model leaves that one alone: it is a s
 head (policy), or nothing but a head on the policy's trunk (trunk, frozen_trunk).
 
 Either way the reference computes by the same path as the policy (same autocast, same casts), so that the KL at
-step 0 is exactly 0. In int8 that is so under adapters, where policy and reference have the same int8 base; beside a
-policy that is trained in float32 the reference is its int8 copy, and the KL starts at what the rounding makes of it.
+step 0 is exactly 0. In few bits that is so under adapters, where policy and reference have the same rounded base, even
+apart; beside a policy that is trained in float32 the reference is its int8 copy, and the KL starts at what the rounding
+makes of it. A reward model under the value's adapters has the value's base, one of its own has none of ``lora.base``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -31,7 +32,7 @@ from heedful.models.heads import load_heads
 from heedful.models.load import load_causal, load_scalar, load_tokenizer
 from heedful.models.lora import add_lora, is_adapted
 from heedful.models.parts import Head, LanguageModel, Part, ScalarModel
-from heedful.models.quantise import Int8, quantise
+from heedful.models.quantise import Rounding, quantise
 from heedful.models.recompute import recompute_activations
 from heedful.models.shared import LoraSettings, shared_parts
 from heedful.models.value import TrunkHead, Value
@@ -114,8 +115,8 @@ class Roles:
     value: Value
     reward: Reward | None
     """None where no reward model was given: the reward then comes from elsewhere"""
-    int8: Int8 | None = None
-    """What holds frozen weights in int8, and what that has changed; None where they are float"""
+    rounding: Rounding = field(default_factory=Rounding)
+    """What holds frozen weights in few bits, and what that has changed"""
 
 
 def build_policy(
@@ -127,16 +128,26 @@ def build_policy(
     attention: str = "auto",
     trained: bool = True,
     weights: torch.dtype | None = None,
+    rounding: Rounding | None = None,
 ) -> LanguageModel:
     """A language model part. Trained weights are float32; under adapters the frozen base is in the compute dtype.
 
-    ``trained=False`` without ``lora`` gives the frozen twin, which computes as the trained one does to the bit (see
-    :mod:`~heedful.models.casts`). ``weights`` is a dtype to hold them all in instead.
+    Args:
+        lora: adapters, on a base in few bits where ``lora.base`` says so.
+        trained: False without ``lora`` gives the frozen twin, which computes as the trained one does to the bit (see
+            :mod:`~heedful.models.casts`).
+        weights: a dtype to hold them all in instead.
+        rounding: measures what few bits do to the base.
+
+    Raises:
+        ModelError: no such model, or a base that few bits change too much.
     """
     held = weights or (torch.float32 if lora is None else dtype)
     model = load_causal(path, dtype=held, device=device, attention=attention)
     model = _with_trained_weights(model, lora, trained, task="causal")
     part = LanguageModel(model, load_tokenizer(path), device, dtype)
+    if lora is not None and lora.base != "float":
+        (rounding or Rounding()).hold(lora.base, {"policy": part}, key="lora.base", trained=True)
     if weights is None and not trained:
         keep_casts(part)
     return part
@@ -153,11 +164,17 @@ def build_scalar(
     seed: int = 0,
     trained: bool = True,
     weights: torch.dtype | None = None,
+    rounding: Rounding | None = None,
+    judges: bool = False,
 ) -> ScalarModel:
     """A reward or value part: from a reward folder, or with ``new_head`` from a language model's folder.
 
     Args:
-        trained, weights: as in :func:`build_policy`.
+        lora, trained, weights, rounding: as in :func:`build_policy`.
+        judges: without its adapters it is a reward model, whose scores few bits may not move far.
+
+    Raises:
+        ModelError: as :func:`build_policy`.
     """
     held = weights or (torch.float32 if lora is None else dtype)
     model = load_scalar(
@@ -166,24 +183,26 @@ def build_scalar(
     model = _with_trained_weights(model, lora, trained, task="scalar")
     part = ScalarModel(model, load_tokenizer(path), device, dtype)
     part.heads = None if new_head else load_heads(path, device)
+    if lora is not None and lora.base != "float":
+        (rounding or Rounding()).hold(lora.base, {"reward": part}, key="lora.base", trained=not judges)
     if weights is None and not trained:
         keep_casts(part)
     return part
 
 
 def build_reward(
-    path: Path | str, *, device: torch.device, dtype: torch.dtype, attention: str = "auto", int8: Int8 | None = None,
-    name: str = "reward",
+    path: Path | str, *, device: torch.device, dtype: torch.dtype, attention: str = "auto",
+    rounding: Rounding | None = None, name: str = "reward",
 ) -> Reward:  # fmt: skip
     """A frozen reward model of its own, its head with one output or several, with the heads that it was made of.
 
-    ``int8`` holds it in int8 and measures it by ``name``.
+    ``rounding`` holds it as that says frozen weights are held, and measures it by ``name``.
     """
     model = load_scalar(path, dtype=dtype, device=device, attention=attention, head="any").requires_grad_(False)
     part = ScalarModel(model, load_tokenizer(path), device, dtype, any_outputs=True)
     part.heads = load_heads(path, device)
-    if int8 is not None:
-        int8.hold(**{name: part})
+    if rounding is not None and rounding.frozen == "int8":
+        rounding.hold("int8", {name: part})
     return Reward(part)
 
 
@@ -211,7 +230,7 @@ def build_roles(
     activation_checkpointing: bool = False,
     new_reward_head: bool = False,
     sharing: Sharing | None = None,
-    int8: Int8 | None = None,
+    rounding: Rounding | None = None,
 ) -> Roles:
     """The parts of PPO from an SFT policy's folder and, where there is one, a reward model's folder.
 
@@ -223,14 +242,16 @@ def build_roles(
         new_reward_head: ``reward_path`` is a language model's, which a random head makes a stand-in.
         sharing: None shares bases where adapters allow it, as the table above says; on one base a value that starts as
             the reward has that one's adapter, and ``value_lora`` says nothing.
-        int8: holds frozen weights in int8, those under adapters too, and measures what that changes.
+        rounding: holds frozen weights as it says, those under adapters too where ``lora.base`` leaves them in float,
+            and measures what that changes, and what ``lora.base`` does.
 
     Raises:
         ModelError: a folder that does not hold what its part needs, no reward model for a value that starts as it, or
-            int8 that changes too much.
+            few bits that change too much.
     """
     if value_from == "reward" and reward_path is None:
         raise ModelError("value_from: reward needs a reward model and there is none; take value_from: policy or trunk")
+    rounding = rounding or Rounding()
     hardware: dict[str, Any] = {"device": device, "dtype": dtype, "attention": attention}
     policy: LanguageModel
     reference: LanguageModel
@@ -241,16 +262,16 @@ def build_roles(
             raise ModelError("parts on one base need adapters; give policy_lora")
         parts = shared_parts(
             policy_path, reward_path, lora=policy_lora, value_is_reward=value_from == "reward",
-            new_reward_head=new_reward_head, **hardware,
+            new_reward_head=new_reward_head, rounding=rounding, **hardware,
         )  # fmt: skip
         policy, reference, value, reward = parts.policy, parts.reference, parts.value, parts.reward
-        if int8 is not None:
-            int8.hold(reference=reference, reward=reward)
+        if rounding.frozen == "int8":
+            rounding.hold("int8", {"reference": reference, "reward": reward})
     else:
         apart = sharing == "separate"
-        policy, reference = _policy_and_reference(policy_path, policy_lora, apart, int8, **hardware)
+        policy, reference = _policy_and_reference(policy_path, policy_lora, apart, rounding, **hardware)
         value, reward = _value_and_reward(
-            policy, policy_path, reward_path, value_lora, value_from, apart, int8, new_reward_head, **hardware
+            policy, policy_path, reward_path, value_lora, value_from, apart, rounding, new_reward_head, **hardware
         )
     if activation_checkpointing:
         for part in (policy, value):
@@ -259,32 +280,34 @@ def build_roles(
     starts_as_reward = value_from == "reward"
     return Roles(
         policy,
-        Reference(reference, is_exact=int8 is None or is_adapted(policy.model)),
+        Reference(reference, is_exact=rounding.frozen == "float" or is_adapted(policy.model)),
         Value(value, value_shift, value_scale) if starts_as_reward else Value(value),
         None if reward is None else Reward(reward),
-        int8,
+        rounding,
     )
 
 
 def _policy_and_reference(
-    path: Path | str, lora: LoraSettings | None, apart: bool, int8: Int8 | None, **hardware: Any
+    path: Path | str, lora: LoraSettings | None, apart: bool, rounding: Rounding, **hardware: Any
 ) -> tuple[LanguageModel, LanguageModel]:
     """``apart``: the reference is a model of its own although adapters allow one base."""
-    policy = build_policy(path, lora=lora, **hardware)
+    policy = build_policy(path, lora=lora, rounding=rounding, **hardware)
     reference = policy
     if not is_adapted(policy.model) or apart:
         held = torch.float32 if lora is None else hardware["dtype"]
         reference = build_policy(path, lora=None, trained=False, weights=held, **hardware)
-    if int8 is not None:  # before the next model is loaded
-        int8.hold(reference=reference)
-        quantise(policy)
+        if lora is not None and lora.base != "float":
+            quantise(reference, lora.base)
+    if rounding.frozen == "int8":  # before the next model is loaded
+        rounding.hold("int8", {"reference": reference})
+        quantise(policy, "int8")
     keep_casts(reference)
     return policy, reference
 
 
 def _value_and_reward(
     policy: LanguageModel, policy_path: Path | str, reward_path: Path | str | None, lora: LoraSettings | None,
-    value_from: ValueFrom, apart: bool, int8: Int8 | None, new_reward_head: bool, **hardware: Any,
+    value_from: ValueFrom, apart: bool, rounding: Rounding, new_reward_head: bool, **hardware: Any,
 ) -> tuple[ScalarModel | TrunkHead, ScalarModel | None]:  # fmt: skip
     """``apart``: as in :func:`_policy_and_reference`."""
     value: ScalarModel | TrunkHead
@@ -296,15 +319,19 @@ def _value_and_reward(
         value.set_head(torch.zeros(1, device=policy.device))
     else:
         assert reward_path is not None
-        value = build_scalar(reward_path, lora=lora, new_head=new_reward_head, **hardware)
-        reward = value if is_adapted(value.model) and not apart else None
-    if int8 is not None and reward is None and isinstance(value, ScalarModel):
-        quantise(value)
+        judges = lora is not None and not apart
+        value = build_scalar(
+            reward_path, lora=lora, new_head=new_reward_head, judges=judges,
+            rounding=rounding if judges and not new_reward_head else None, **hardware,
+        )  # fmt: skip
+        reward = value if judges else None
+    if rounding.frozen == "int8" and reward is None and isinstance(value, ScalarModel):
+        quantise(value, "int8")
     if reward is None and reward_path is not None:
         held = torch.float32 if lora is None else hardware["dtype"]
         reward = build_scalar(reward_path, lora=None, trained=False, weights=held, new_head=new_reward_head, **hardware)
-    if int8 is not None:
-        int8.hold(reward=reward)
+    if rounding.frozen == "int8":
+        rounding.hold("int8", {"reward": reward})
     if reward is not None:
         keep_casts(reward)
     return value, reward

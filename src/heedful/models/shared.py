@@ -9,7 +9,8 @@ The value's adapter and head start as copies of the reward's. A reward model wit
 was trained; the value's adapter is then new, as the policy's is.
 
 The base is the SFT policy as it was saved, and fits a reward model that the reward stage has trained on it with LoRA:
-the folder of that one must hold, weight by weight, what base and adapter give together.
+the folder of that one must hold, weight by weight, what base and adapter give together. A base in few bits
+(``lora.base``) is then the one that the reward model was trained on, to the bit; its rounding moves no score.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ from heedful.models.load import (
 )
 from heedful.models.lora import Adapters, adapter_of, add_lora, merged_state, one_list
 from heedful.models.parts import LanguageModel, ScalarModel
+from heedful.models.quantise import Rounding
 
 POLICY, VALUE, REWARD = "default", "value", "reward"
 """Names of adapters; PEFT saves the first one at the top of a folder."""
@@ -50,6 +52,8 @@ class LoraSettings(Protocol):
     def alpha(self) -> float: ...
     @property
     def targets(self) -> str: ...
+    @property
+    def base(self) -> Literal["float", "int8", "nf4"]: ...
 
 
 @final
@@ -73,6 +77,7 @@ def shared_parts(
     dtype: torch.dtype,
     attention: str = "auto",
     new_reward_head: bool = False,
+    rounding: Rounding | None = None,
 ) -> SharedParts:
     """All parts on the policy's base, which is held once, in the compute precision.
 
@@ -80,10 +85,11 @@ def shared_parts(
         lora: of the policy's adapter, and of the value's where that does not start as the reward's.
         value_is_reward: the value starts as the reward model; otherwise as the policy with a head of 0.
         new_reward_head: ``reward_path`` is a language model's; a random head on the base stands in for a reward model.
+        rounding: measures what few bits do to the base, where ``lora.base`` asks for them.
 
     Raises:
         ModelError: a reward model that is not an adapter and a head on this very policy, or an architecture whose
-            classifier has another trunk than its language model.
+            classifier has another trunk than its language model, or few bits that change too much.
     """
     causal = load_causal(policy_path, dtype=dtype, device=device, attention=attention)
     model = add_lora(causal, rank=lora.rank, alpha=lora.alpha, targets=lora.targets, task="causal")
@@ -102,6 +108,9 @@ def shared_parts(
     def part(kind: Any, of: Any, path: Path | str, *names: str) -> Any:
         return kind(of, load_tokenizer(path), device, dtype, adapters=Adapters(names, now))
 
+    reference = part(LanguageModel, model, policy_path)
+    if lora.base != "float":  # after the last adapter, which goes on float layers only
+        (rounding or Rounding()).hold(lora.base, {"policy": reference}, key="lora.base", trained=True)
     reward = None
     if reward_path is not None:
         reward = part(ScalarModel, _scorer(causal, device), reward_path, *[REWARD] * trained_adapter)
@@ -116,9 +125,7 @@ def shared_parts(
     value = part(ScalarModel, _scorer(causal, device), value_path, VALUE)
     if reward is not None and value_is_reward:
         scalar_head(value.base).load_state_dict(scalar_head(reward.base).state_dict())
-    return SharedParts(
-        part(LanguageModel, model, policy_path, POLICY), part(LanguageModel, model, policy_path), value, reward
-    )
+    return SharedParts(part(LanguageModel, model, policy_path, POLICY), reference, value, reward)
 
 
 def _add_saved(model: Any, folder: Path) -> None:
@@ -227,5 +234,6 @@ def _require_same_base(model: Any, reward: ScalarModel, path: Path, policy_path:
     if odd or left:
         raise ModelError(
             f"{path} is not an adapter and a head on {policy_path} (its {odd or min(left)} is another), as ppo.roles: "
-            f"shared needs; train the reward model from this policy with reward.lora, in the same model.dtype"
+            f"shared needs; train the reward model from this policy with reward.lora, in the same model.dtype and on "
+            f"the same lora.base"
         )

@@ -74,7 +74,7 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     roles = ppo_roles(context, prompts)
     # in the stage's own folder: a score that another run has left may differ in the last bit
     cache = ScoreCache(stage.path / "scores.sqlite")
-    scoring = build_scoring(context, config, roles.reward, cache=cache, int8=roles.int8)
+    scoring = build_scoring(context, config, roles.reward, cache=cache, rounding=roles.rounding)
     demonstrations = _demonstrations(context, roles.policy.tokenizer)
     engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
     if config.self_test and not checkpoint.exist(stage.checkpoints):  # a run that goes on has proved itself
@@ -89,10 +89,13 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
         demonstrations=demonstrations, gold=_gold(recipe),
         on_first_scores=partial(_tell_scores, stage, {prompt.id: prompt.category for prompt, _ in prompts}),
     )  # fmt: skip
-    save_policy(roles.policy.model, roles.policy.tokenizer, stage.model, base=context.sft_policy)
+    trained_on_float = config.lora is None or config.lora.base == "float"
+    save_policy(
+        roles.policy.model, roles.policy.tokenizer, stage.model, base=context.sft_policy if trained_on_float else None
+    )
     before = stage.path / SCORES_BEFORE  # not there where an older heedful took the first step
     results |= {"gate": verdict, **counts, "scores_before": read_json(before) if before.exists() else {}}
-    return results | ({"int8": roles.int8.found} if roles.int8 else {})
+    return results | ({"rounding": roles.rounding.found} if roles.rounding.found else {})
 
 
 def _tell_scores(stage: StageFolder, categories: dict[str, str], rollouts: list[Rollout]) -> None:
@@ -110,9 +113,9 @@ def _tell_scores(stage: StageFolder, categories: dict[str, str], rollouts: list[
 def ppo_roles(context: Context, prompts: Sequence[tuple[Prompt, list[int]]] = ()) -> Roles:
     """The four parts as the recipe has them, from the models that the stages before left.
 
-    ``prompts`` are what int8 is measured on; without them it is not measured.
+    ``prompts`` are what few bits are measured on; without them it is not measured.
     """
-    from heedful.models.quantise import Int8
+    from heedful.models.quantise import Rounding
     from heedful.models.roles import build_roles
 
     config = context.recipe.ppo
@@ -122,12 +125,12 @@ def ppo_roles(context: Context, prompts: Sequence[tuple[Prompt, list[int]]] = ()
     # the value starts as the reward model, so it is in the units that the reward has after scaling and weighing
     own = next((p for p in config.reward_parts.values() if p.model == "run:reward"), RewardPart(model="run:reward"))
     scaled = card is not None and (own.scaling or config.score_scaling) != "none"
-    int8 = Int8(prompts, config.sampling.temperature) if config.frozen_weights == "int8" else None
+    rounding = Rounding(prompts, config.sampling.temperature, config.frozen_weights)
     mean, std = (card.score_mean, card.score_std) if card and scaled else (0.0, 1.0)
     return build_roles(
         context.sft_policy, reward_path, policy_lora=config.lora, value_lora=config.lora, value_from=config.value_from,
         value_shift=mean, value_scale=std / own.weight, new_reward_head=context.reward_is_stand_in,
-        activation_checkpointing=config.activation_checkpointing, sharing=config.roles, int8=int8,
+        activation_checkpointing=config.activation_checkpointing, sharing=config.roles, rounding=rounding,
         **context.hardware(),
     )  # fmt: skip
 

@@ -9,24 +9,28 @@ from typing import TYPE_CHECKING, Any
 
 from heedful.config.reward import RewardConfig
 from heedful.pipeline.context import Context
-from heedful.records import RewardCard
+from heedful.records import Prompt, RewardCard
 from heedful.runs.folder import StageFolder
 from heedful.train.loop import tell
 
 if TYPE_CHECKING:
     from heedful.data.tokenise import RankingSample, Tokenised
     from heedful.models.parts import ScalarModel
+    from heedful.models.quantise import Rounding
 
 
 def run_reward(context: Context, stage: StageFolder) -> dict[str, Any]:
     from heedful.models.export import save_reward, verify_reward
+    from heedful.models.load import load_tokenizer
+    from heedful.models.quantise import Rounding
     from heedful.pipeline.model_card import data_facts, write_model_card
     from heedful.train.reward import train_reward
 
     recipe, config = context.recipe, context.recipe.reward
     assert config is not None
-    model = _new_model(context, config)
-    train, heldout, controls = _samples(context, config, model.tokenizer)
+    train, heldout, controls = _samples(context, config, load_tokenizer(context.sft_policy))
+    rounding = Rounding([(Prompt(r.group_id, r.prompt), []) for r in context.rankings()[0]])
+    model = _new_model(context, config, rounding)
     card = train_reward(model, train.samples, heldout.samples, config, stage, seed=recipe.seed, controls=controls)
     tell(f"reward model: {_said(card)}; length alone {card.length_accuracy or 0:.1%}")
     card = replace(card, data={**card.data, **data_facts(recipe, *context.rankings())})
@@ -51,16 +55,18 @@ def run_reward(context: Context, stage: StageFolder) -> dict[str, Any]:
         "num_answers_dropped": dict(train.num_answers_dropped),
         "num_controls": len(controls),
         "min_accuracy": config.min_accuracy,
+        **({"rounding": rounding.found} if rounding.found else {}),
         "learning_curve": [*curve, _point(1.0, train.num_kept, card)] if curve else [],
     }
 
 
-def _new_model(context: Context, config: RewardConfig) -> ScalarModel:
+def _new_model(context: Context, config: RewardConfig, rounding: Rounding | None = None) -> ScalarModel:
     from heedful.models.roles import build_scalar
 
     return build_scalar(
-        context.sft_policy, new_head=True, seed=context.recipe.seed, lora=config.lora, **context.hardware()
-    )
+        context.sft_policy, new_head=True, seed=context.recipe.seed, lora=config.lora, rounding=rounding,
+        **context.hardware(),
+    )  # fmt: skip
 
 
 def _samples(

@@ -15,7 +15,7 @@ from heedful.runs.progress import tell
 
 if TYPE_CHECKING:
     from heedful.models.heads import Heads
-    from heedful.models.quantise import Int8
+    from heedful.models.quantise import Rounding
     from heedful.models.roles import Reward
     from heedful.rollout.cache import ScoreCache
     from heedful.rollout.scaling import Scaler
@@ -99,14 +99,14 @@ def _ensemble(path: Path) -> Heads | None:
 
 def build_scoring(
     context: Context, config: PPOConfig, own: Reward | None, *, cache: ScoreCache | None = None,
-    int8: Int8 | None = None,
+    rounding: Rounding | None = None,
 ) -> Scoring:  # fmt: skip
     """The whole reward of a recipe, each part with its scaler.
 
     Args:
         own: this run's reward model; may be None where no part reads it.
         cache: holds the scores of reward models.
-        int8: holds further reward models in int8.
+        rounding: holds further reward models as it says.
 
     Raises:
         ConfigError, GateError, ModelError: as :func:`check_rewards`.
@@ -118,7 +118,7 @@ def build_scoring(
 
     sources: list[RewardSource] = []
     scalers: dict[str, Scaler] = {}
-    models = _Models(context, own, cache, int8)
+    models = _Models(context, own, cache, rounding)
     for name, part in config.reward_parts.items():
         card = None
         if part.function is not None:
@@ -166,9 +166,9 @@ class _Models:
     """The reward models of the parts, each loaded once."""
 
     def __init__(
-        self, context: Context, own: Reward | None, cache: ScoreCache | None, int8: Int8 | None = None
+        self, context: Context, own: Reward | None, cache: ScoreCache | None, rounding: Rounding | None = None
     ) -> None:
-        self._context, self._own, self._cache, self._int8 = context, own, cache, int8
+        self._context, self._own, self._cache, self._rounding = context, own, cache, rounding
         self._loaded: dict[Path | None, LastRead] = {}
 
     def of(self, name: str, part: RewardPart) -> tuple[LastRead, RewardCard | None]:
@@ -191,7 +191,7 @@ class _Models:
         _check_model(name, part, path, self._context.recipe)
         if path not in self._loaded:
             tell(f"reward {name}: loading {part.model}")
-            reward = build_reward(path, int8=self._int8, name=f"rewards.{name}", **hardware)
+            reward = build_reward(path, rounding=self._rounding, name=f"rewards.{name}", **hardware)
             self._loaded[path] = LastRead(cached(reward, path, hardware["dtype"], self._cache))
         return self._loaded[path], _card_of(path, part.head)
 

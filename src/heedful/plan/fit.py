@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from heedful.config.recipe import Recipe, Stage
@@ -109,6 +110,26 @@ def _switches(setup: Setup, stage: Stage) -> list[Switch]:
         found.append(Switch(text, 4, lambda s: _with(s, stage, keys), True))
     if section.lora is None:
         found.append(Switch(f"--{stage}.lora.rank 16", 3, lambda s: _with(s, stage, {"lora": LoraConfig()})))
+    return found + _bases(setup, stage)
+
+
+def _bases(setup: Setup, stage: Stage) -> list[Switch]:
+    """Fewer bits for the base under adapters. In PPO int8 goes by ``frozen_weights``, and nf4 only where it moves no
+    score: a run refuses it for most reward models that have the value's base."""
+    section = getattr(setup.recipe, stage)
+    if section.lora is None or section.lora.base != "float":
+        return []
+    if stage == "ppo" and section.roles is None and section.value_from == "reward":
+        return []
+    if stage == "ppo" and section.frozen_weights != "float":  # two keys for one base
+        return []
+    found = []
+    for base, cost in (("int8", 2), ("nf4", 3)):
+        if stage != "ppo" or base == "nf4":
+            keys: dict[str, object] = {"lora": section.lora.model_copy(update={"base": base})}
+            with_reward = stage == "ppo" and section.roles == "shared" and section.uses_own_reward
+            text = f"--{stage}.lora.base {base}" + (f" --reward.lora.base {base}" if with_reward else "")
+            found.append(Switch(text, cost, partial(_with, stage=stage, keys=keys)))
     return found
 
 

@@ -3,7 +3,8 @@
 What is held follows ``models/roles.py`` and ``train/step.py``:
 
     trained fully     weights, gradients and both moments of AdamW in float32: 4 + 4 + 8 bytes per parameter
-    under adapters    the base in the compute precision (2 or 4), 16 bytes per parameter of the adapters
+    under adapters    the base in the compute precision (2 or 4), or its matrix products in few bits; 16 bytes per
+                      parameter of the adapters
     frozen twins      reference and reward beside fully trained models: what autocast casts in the compute precision,
                       the rest (a tied output layer too) in float32, so that they compute alike
     the engine        PPO decodes with a copy of the policy in the compute precision
@@ -13,8 +14,10 @@ Gradients live from the first micro-batch of an optimizer step to its end, momen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from heedful.config.recipe import Recipe, Stage
 from heedful.config.section import LoraConfig
@@ -78,8 +81,9 @@ class Model:
     """Its adapters are held, not trained"""
     on_policy: bool = False
     """Its base is the policy's; adapters and head are all that it has of its own"""
-    int8: bool = False
-    """Its matrix products are held in a byte per weight, with a scale of two bytes per row"""
+    form: Literal["float", "int8", "nf4"] = "float"
+    """Of its matrix products: int8 is a byte per weight and a scale of two bytes per row, nf4 half a byte per weight
+    and such a scale per 64"""
     product_bytes: int | None = None
     """Of one weight of its matrix products and of an untied output layer in float; None = as of any other weight"""
 
@@ -113,11 +117,15 @@ class Model:
 
     @property
     def saved_bytes(self) -> int:
-        """What products in int8 or in the compute precision take off the weights of the model itself."""
+        """What few bits or the compute precision take off the weights of the model itself."""
+        linears = list(self.shape.all_linears())
         output = 0 if self.scalar else self.shape.num_embedding * (self.weight_bytes - self.output_bytes)
-        product = 1 if self.int8 else self.product_bytes or self.weight_bytes
-        scales = 2 * sum(linear.outputs for linear in self.shape.all_linears()) if self.int8 else 0
-        return output + self.shape.num_linear_weights * (self.weight_bytes - product) - scales
+        held = {
+            "float": self.shape.num_linear_weights * (self.product_bytes or self.weight_bytes),
+            "int8": sum(x.num_weights + 2 * x.outputs for x in linears),
+            "nf4": sum(math.ceil(x.num_weights / 64) * (32 + 2) for x in linears),
+        }
+        return output + self.shape.num_linear_weights * self.weight_bytes - held[self.form]
 
     @property
     def cast_bytes(self) -> int:
@@ -174,7 +182,8 @@ def trained(setup: Setup, part: str, lora: LoraConfig | None, *, scalar: bool, r
             shape: ModelShape | None = None) -> Model:  # fmt: skip
     """A model under training: float32, or the compute precision under adapters."""
     shape = shape or (setup.reward if scalar else setup.base)
-    return Model(part, shape, scalar, FLOAT32 if lora is None else setup.s, training_of(lora, recompute=recompute))
+    model = Model(part, shape, scalar, FLOAT32 if lora is None else setup.s, training_of(lora, recompute=recompute))
+    return model if lora is None else replace(model, form=lora.base)
 
 
 def _libraries(setup: Setup) -> dict[str, int]:
@@ -185,8 +194,9 @@ def _sft(setup: Setup) -> StagePlan:
     config, work = setup.recipe.sft, setup.work.sft
     assert config is not None and work is not None
     policy = trained(setup, "policy", config.lora, scalar=False)
-    held = {**_libraries(setup), **_of_models([policy]), **_moments([policy])}
-    phases = (Phase("train", {**held, **training_parts(policy, work.largest, setup)}), *_saving(setup, held, policy))
+    held = {**_libraries(setup), **_of_models([policy]), **_moments([policy]), **_casts([policy], setup)}
+    phases = (*_loading(setup, [policy]), Phase("train", {**held, **training_parts(policy, work.largest, setup)}),
+              *_saving(setup, held, policy))  # fmt: skip
     return StagePlan("sft", phases, _disk([policy], policy, config.checkpoint.keep))
 
 
@@ -196,10 +206,11 @@ def _reward(setup: Setup) -> StagePlan:
     model = trained(setup, "reward", config.lora, scalar=True, shape=setup.base)
     if config.train == "head":
         model = Model("reward", setup.base, True, FLOAT32, None, head_only=True)
-    held = {**_libraries(setup), **_of_models([model]), **_moments([model])}
+    held = {**_libraries(setup), **_of_models([model]), **_moments([model]), **_casts([model], setup)}
     if config.keep == "best":
         held["best weights"] = model.num_trained * FLOAT32
-    phases = (Phase("train", {**held, **training_parts(model, work.largest, setup)}), *_saving(setup, held, model))
+    phases = (*_loading(setup, [model]), Phase("train", {**held, **training_parts(model, work.largest, setup)}),
+              *_saving(setup, held, model))  # fmt: skip
     return StagePlan("reward", phases, _disk([model], model, config.checkpoint.keep))
 
 
@@ -228,7 +239,9 @@ def ppo_models(setup: Setup) -> list[Model]:
     shared, separate = config.roles == "shared", config.roles == "separate"
     models = [trained(setup, "policy", lora, scalar=False, recompute=recompute)]
     if lora is None or separate:
-        models.append(Model("reference", setup.base, False, FLOAT32 if lora is None else s, product_bytes=s))
+        form = "float" if lora is None else lora.base  # the policy as it was at the start
+        held = FLOAT32 if lora is None else s
+        models.append(Model("reference", setup.base, False, held, form=form, product_bytes=s))
     if config.value_from in ("reward", "policy"):
         shape = setup.reward if config.value_from == "reward" else setup.base
         value = trained(setup, "value", lora, scalar=True, recompute=recompute, shape=shape)
@@ -241,7 +254,8 @@ def ppo_models(setup: Setup) -> list[Model]:
         models.append(Model("reward", setup.reward, True, FLOAT32 if lora is None else s, product_bytes=s))
     models += [Model(f"reward {n}", shape, True, setup.s) for n, shape in enumerate(setup.more_rewards, start=2)]
     if config.frozen_weights == "int8":
-        models = [m if m.training and m.training.rank is None else replace(m, int8=True) for m in models]
+        models = [m if m.training and m.training.rank is None or m.form != "float" else replace(m, form="int8")
+                  for m in models]  # fmt: skip
     return models
 
 
@@ -253,14 +267,13 @@ def _ppo(setup: Setup) -> StagePlan:
     value = next((m for m in models if m.part == "value"), None)
     held = {**_libraries(setup), **_of_models(models), **_moments(models)}
     held["engine: parameters"] = setup.base.num_causal * setup.s
-    if config.frozen_weights == "int8":  # a product casts its weight, and forgets the cast
-        largest = max(x.num_weights for m in models if m.int8 for x in m.shape.all_linears())
-        held["cast of an int8 weight"] = largest * setup.s
+    held |= _casts(models, setup)
     copies = (config.ema_decay is not None) + (config.best is not None)
     if copies and setup.machine.kind == "cpu" or config.ema_decay is not None:
         held["averaged and best weights"] = copies * policy.num_trained * FLOAT32
     rows = min(DECODED_TOGETHER, config.samples_per_step)
     phases = [
+        *_loading(setup, models),
         _rollout(setup, held, rows, setup.work.prompt_tokens, config.sampling.max_new_tokens, engine=False),
         Phase("score", {**held, **_scoring(setup, models, work.largest)}),
     ]
@@ -269,8 +282,29 @@ def _ppo(setup: Setup) -> StagePlan:
     else:
         phases.append(Phase("train policy", {**held, **training_parts(policy, work.largest, setup)}))
         phases.append(Phase("train value", {**held, **training_parts(value, work.largest, setup)}))
-    phases += _saving(setup, held, policy)
+    reads_again = config.lora is not None and config.lora.base == "float" and policy.form != "float"
+    phases += _saving(setup, held, policy, reads_again=reads_again)
     return StagePlan("ppo", tuple(phases), _disk([m for m in models if not m.frozen], policy, config.checkpoint.keep))
+
+
+def _casts(models: list[Model], setup: Setup) -> dict[str, int]:
+    """A product casts its weight and forgets the cast; nf4 goes by float32 (and numbers of levels before)."""
+    each = {"int8": setup.s, "nf4": FLOAT32 + (setup.s if setup.s < FLOAT32 else 2)}
+    found = [x.num_weights * each[m.form] for m in models if m.form != "float" for x in m.shape.all_linears()]
+    return {"cast of a rounded weight": max(found)} if found else {}
+
+
+def _loading(setup: Setup, models: list[Model]) -> Iterator[Phase]:
+    """Weights that end in few bits are there in float first, beside the models that are loaded already."""
+    found: list[dict[str, int]] = []
+    held = 0
+    for model in models:
+        if model.form != "float" and not model.on_policy:
+            found.append({"loaded models": held, f"{model.part}: float weights": model.held_bytes + model.saved_bytes})
+        held += model.held_bytes
+    if found:
+        largest: dict[str, int] = max(found, key=lambda parts: sum(parts.values()))
+        yield Phase("load", {**_libraries(setup), **largest})
 
 
 def _of_models(models: list[Model]) -> dict[str, int]:
@@ -343,13 +377,16 @@ def _rollout(setup: Setup, held: dict[str, int], rows: int, prompt: int, answer:
     return Phase("rollout", parts)
 
 
-def _saving(setup: Setup, held: dict[str, int], model: Model) -> Iterator[Phase]:
-    """A model with adapters is merged into a float32 copy when it is saved."""
+def _saving(setup: Setup, held: dict[str, int], model: Model, *, reads_again: bool = False) -> Iterator[Phase]:
+    """A model with adapters is merged into a float32 copy when it is saved.
+
+    ``reads_again``: into the weights that its rounded ones were made from, read into main memory once more.
+    """
     if model.training is not None and model.training.rank is not None:
         twice = model.shape.num_embedding if model.shape.tied and not model.scalar else 0  # under both of its names
         holes = HEAP_MERGE if setup.machine.kind == "cpu" else 0.0
         parts = {"merged copy": int((model.num_own + twice) * FLOAT32 * (1 + holes))}
-        if model.int8 and setup.machine.kind == "cpu":  # read again into main memory, to merge into them
+        if reads_again and setup.machine.kind == "cpu":
             parts["weights before int8"] = model.num_own * setup.s
         yield Phase("save", {**held, **parts})
 

@@ -56,3 +56,33 @@ def test_a_shared_base_needs_a_reward_model_that_is_an_adapter():
         Recipe(**elsewhere, ppo={"roles": "shared"})
     Recipe(**{**elsewhere, "sft": None, "model": {"reward": "x", "policy": "y"}}, ppo={"roles": "shared"})
     Recipe(**STAGES, ppo={"roles": "shared", "value_from": "policy", "rewards": {"f": {"function": "a:b"}}})
+
+
+def test_on_a_shared_base_the_reward_model_and_ppo_have_one_form():
+    def recipe(reward, base, **ppo):
+        stages = {**STAGES, "reward": reward}
+        return Recipe(**stages, ppo={"roles": "shared", "lora": {"base": base}, **ppo})
+
+    for base in ("float", "int8", "nf4"):
+        recipe({"lora": {"base": base}}, base)
+    recipe({"train": "head"}, "float")
+    for reward, base in (({"lora": {}}, "nf4"), ({"lora": {"base": "nf4"}}, "float"), ({"train": "head"}, "int8")):
+        with pytest.raises(ValidationError, match=r"reward.lora.base \(\w+\) and ppo.lora.base \(\w+\) must"):
+            recipe(reward, base)
+    recipe({"lora": {}}, "nf4", value_from="policy", rewards={"f": {"function": "a:b"}})  # reads no reward model
+
+
+@pytest.mark.parametrize(("keys", "acts"), [
+    ({"lora": None}, True), ({"lora": {}}, True), ({"lora": {"base": "nf4"}}, False),
+    ({"lora": {"base": "nf4"}, "roles": "shared"}, False), ({"lora": {"base": "nf4"}, "roles": "separate"}, True),
+    ({"lora": {"base": "nf4"}, "value_from": "policy"}, True), ({"lora": {"base": "nf4"}, "roles": "trunk"}, True),
+    ({"lora": {"base": "nf4"}, "value_from": "policy", "rewards": {"f": {"function": "a:b"}}}, False),
+    ({"lora": {"base": "nf4"}, "roles": "shared", "rewards": {"own": {"model": "run:reward"}, "more": {"model": "m"}}},
+     True),
+])  # fmt: skip
+def test_frozen_weights_are_named_only_where_some_are_left(keys, acts):
+    if acts:
+        assert PPOConfig(**keys, frozen_weights="int8").frozen_weights == "int8"
+    else:
+        with pytest.raises(ValidationError, match=r"frozen_weights has no effect .* it needs lora.base: float"):
+            PPOConfig(**keys, frozen_weights="int8")

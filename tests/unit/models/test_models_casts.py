@@ -19,12 +19,12 @@ from heedful.models.casts import keep_casts
 from heedful.models.int8 import Int8Linear, to_int8
 from heedful.models.load import load_causal
 from heedful.models.parts import LanguageModel, Part, ScalarModel
-from heedful.models.quantise import Int8
+from heedful.models.quantise import Rounding
 from heedful.models.roles import build_policy, build_roles, build_scalar
 from toy_parts import BATCH, IDS, disturb
 
 CPU, F32, BF16, F16 = torch.device("cpu"), torch.float32, torch.bfloat16, torch.float16
-LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear")
+LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", base="float")
 PACKED = TokenBatch(
     IDS[:, :-1], IDS[:, 1:], torch.ones(2, 5, dtype=torch.bool), torch.tensor([[1, 1, 1, 2, 2], [1, 1, 2, 2, 2]]),
     torch.tensor([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]), packed=True,
@@ -160,7 +160,8 @@ def test_what_adapters_are_merged_into_is_left_alone(sharing: Any, folder: Any) 
 @pytest.mark.parametrize("kind", ["Qwen2", "GPT2"])
 def test_int8_is_made_of_the_float32_weights(kind: str, rewards: Any) -> None:
     base, path = rewards(kind)
-    roles = build_roles(base, path, policy_lora=None, value_lora=None, device=CPU, dtype=BF16, int8=Int8())
+    frozen = Rounding(frozen="int8")
+    roles = build_roles(base, path, policy_lora=None, value_lora=None, device=CPU, dtype=BF16, rounding=frozen)
     assert roles.reward is not None
     for part, folder in ((roles.reference.part, base), (roles.reward.part, path)):
         plain = build_policy(folder, lora=None, device=CPU, dtype=F32) if folder == base else build_scalar(

@@ -18,7 +18,7 @@ from heedful.models.parts import LanguageModel
 from heedful.models.roles import Roles, build_roles
 
 CPU = torch.device("cpu")
-LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear")
+LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", base="float")
 IDS = torch.tensor([[7, 30, 41, 8, 99, 12], [5, 6, 7, 8, 9, 10]])
 MASK = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]]).bool()
 BATCH = TokenBatch(IDS[:, :-1], IDS[:, 1:], MASK, torch.ones(2, 5, dtype=torch.int64), torch.arange(5).expand(2, 5))

@@ -24,7 +24,7 @@ from heedful.records import Message, RewardCard
 
 CPU = torch.device("cpu")
 F32 = torch.float32
-LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", dropout=0.0)
+LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", dropout=0.0, base="float")
 IDS = torch.tensor([[7, 30, 41, 8, 99, 12]])
 PROMPT = (Message("user", "Hi?"),)
 WORDS = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg", "hh hh", "ii ii ii", "j"]

@@ -18,17 +18,18 @@ from transformers.pytorch_utils import Conv1D
 from heedful.batches import TokenBatch
 from heedful.errors import ModelError
 from heedful.models.export import save_policy, save_reward
-from heedful.models.int8 import Int8Linear, is_quantised, to_int8
+from heedful.models.frozen import is_quantised
+from heedful.models.int8 import Int8Linear, to_int8
 from heedful.models.lora import merged_state
 from heedful.models.parts import Part, ScalarModel
-from heedful.models.quantise import LARGEST_BOUND_NATS, MEAN_BOUND_NATS, Int8, quantise
+from heedful.models.quantise import LARGEST_BOUND_NATS, MEAN_BOUND_NATS, Rounding, quantise
 from heedful.models.roles import Roles, build_policy, build_reward, build_roles, build_scalar
 from heedful.records import Message, Prompt
 from toy_parts import BATCH, IDS
 
 CPU = torch.device("cpu")
-LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear")
-NARROW = SimpleNamespace(rank=2, alpha=6.0, targets="q_proj, v_proj")
+LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", base="float")
+NARROW = SimpleNamespace(rank=2, alpha=6.0, targets="q_proj, v_proj", base="float")
 PROMPTS = [(Prompt(f"p{n}", (Message("user", "Say " + "more " * n),)), list(range(20, 30 + 3 * n))) for n in range(12)]
 HARDWARE: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
 
@@ -59,7 +60,7 @@ def paths(folder: Callable[..., Path], tmp_path: Path) -> Callable[..., tuple[Pa
 def build(paths: tuple[Path, Path | None], sharing: Any = None, *, int8: bool = True, **options: Any) -> Roles:
     options = {"policy_lora": LORA, "value_lora": LORA, **HARDWARE, **options}
     torch.manual_seed(4)  # new adapters
-    return build_roles(*paths, sharing=sharing, int8=Int8(PROMPTS) if int8 else None, **options)
+    return build_roles(*paths, sharing=sharing, rounding=Rounding(PROMPTS, frozen="int8") if int8 else None, **options)
 
 
 def streams(roles: Roles) -> dict[str, torch.Tensor]:
@@ -137,7 +138,7 @@ def test_no_float_copy_of_a_weight_waits_for_the_backward() -> None:
 def test_the_matrix_products_of_a_trunk_are_held_so_and_nothing_else(kind: str, folder: Any) -> None:
     part = build_policy(folder(kind), lora=None, trained=False, **HARDWARE)
     before = dict(part.base.named_parameters())
-    quantise(part)
+    quantise(part, "int8")
     products = [m for m in part.base.modules() if isinstance(m, Int8Linear)]
     assert products and not [m for m in part.base.base_model.modules() if type(m) in (nn.Linear, Conv1D)]
     assert type(part.base.get_output_embeddings()) is nn.Linear
@@ -174,8 +175,8 @@ def test_PPO_08_under_adapters_every_kl_at_the_start_is_0_to_the_bit(
 
 def test_beside_a_fully_trained_policy_the_kl_starts_at_what_was_measured(paths: Any) -> None:
     roles = build(paths(), policy_lora=None, value_lora=None)
-    assert not roles.reference.is_exact and roles.int8 is not None
-    measured = roles.int8.found["reference"]
+    assert not roles.reference.is_exact
+    measured = roles.rounding.found["reference"]
     assert 0 < measured["logprob_error_mean_nats"] <= MEAN_BOUND_NATS
     assert measured["logprob_error_mean_nats"] < measured["logprob_error_max_nats"] <= LARGEST_BOUND_NATS
     assert 0 < measured["kl_mean_nats"] < measured["logprob_error_mean_nats"]
@@ -210,12 +211,12 @@ def test_every_way_of_sharing_says_the_same(sharing: Any, paths: Any) -> None:
 @pytest.mark.parametrize("lora", [LORA, None])
 def test_what_is_measured(value_from: Any, names: set[str], lora: Any, paths: Any) -> None:
     roles = build(paths(), policy_lora=lora, value_lora=lora, value_from=value_from)
-    assert roles.int8 is not None and roles.int8.found.keys() == names
-    scores = roles.int8.found["reward"]
+    assert roles.rounding.found.keys() == names
+    scores = roles.rounding.found["reward"]
     assert 0 < scores["score_error_mean"] < scores["score_error_max"] < 0.5
-    unmeasured = build_roles(*paths(), policy_lora=lora, value_lora=lora, int8=Int8(), **HARDWARE)
+    unmeasured = build_roles(*paths(), policy_lora=lora, value_lora=lora, rounding=Rounding(frozen="int8"), **HARDWARE)
     assert is_quantised(unmeasured.reference.part.model)
-    assert unmeasured.int8 is not None and not unmeasured.int8.found
+    assert not unmeasured.rounding.found
 
 
 def spike(part: Any) -> None:
@@ -232,7 +233,7 @@ def test_a_model_that_int8_damages_is_refused(folder: Any) -> None:
     part = build_policy(base, lora=None, trained=False, **HARDWARE)
     spike(part)
     with pytest.raises(ModelError, match=r"reference in int8: .* nats .* set ppo.frozen_weights to float"):
-        Int8(PROMPTS).hold(reference=part)
+        Rounding(PROMPTS).hold("int8", {"reference": part})
 
 
 def test_a_reward_model_that_int8_damages_is_refused(paths: Any) -> None:
@@ -240,14 +241,15 @@ def test_a_reward_model_that_int8_damages_is_refused(paths: Any) -> None:
     part = build_reward(path, **HARDWARE).part
     spike(part)
     with pytest.raises(ModelError, match=r"judge in int8: scores .* set ppo.frozen_weights to float"):
-        Int8(PROMPTS).hold(judge=part)
+        Rounding(PROMPTS).hold("int8", {"judge": part})
 
 
 def test_a_reward_model_of_its_own_is_held_so_too(paths: Any) -> None:
     _, path = paths()
-    int8 = Int8(PROMPTS)
-    ours, float_one = build_reward(path, int8=int8, name="rewards.more", **HARDWARE), build_reward(path, **HARDWARE)
-    assert int8.found.keys() == {"rewards.more"} and is_quantised(ours.part.model)
+    rounding = Rounding(PROMPTS, frozen="int8")
+    ours = build_reward(path, rounding=rounding, name="rewards.more", **HARDWARE)
+    float_one = build_reward(path, **HARDWARE)
+    assert rounding.found.keys() == {"rewards.more"} and is_quantised(ours.part.model)
     ones = torch.ones_like(IDS)
     assert 0 < float((ours.scores(IDS, ones) - float_one.scores(IDS, ones)).abs().max()) < 0.1
 
@@ -294,9 +296,9 @@ def test_memory_held(dtype: torch.dtype, folder: Any) -> None:
     products = sum(m.base_layer.weight.numel() for m in part.base.modules() if hasattr(m, "base_layer"))
     rows = sum(m.base_layer.weight.shape[0] for m in part.base.modules() if hasattr(m, "base_layer"))
     before = bytes_of_trunk(part)
-    quantise(part)
+    quantise(part, "int8")
     assert before - bytes_of_trunk(part) == products * (dtype.itemsize - 1) - 2 * rows
-    quantise(part)  # once is enough
+    quantise(part, "int8")  # once is enough
     assert before - bytes_of_trunk(part) == products * (dtype.itemsize - 1) - 2 * rows
 
 
@@ -315,7 +317,7 @@ def test_adapters_are_merged_into_the_original_weights(
         part = build_policy(base, lora=lora, device=CPU, dtype=dtype)
         move(part.trainable_parameters())
         if name == "int8":
-            quantise(part)
+            quantise(part, "int8")
         save_policy(part.model, part.tokenizer, tmp_path / name, base=base)
         saved.append(load_file(tmp_path / name / "model.safetensors"))
         assert (tmp_path / name / "adapter" / "adapter_model.safetensors").is_file()
@@ -325,14 +327,12 @@ def test_adapters_are_merged_into_the_original_weights(
         assert torch.equal(tensor, float_ones[key]), key
 
 
-def test_without_the_original_weights_nothing_is_saved(folder: Any, tmp_path: Path) -> None:
+def test_into_other_weights_nothing_is_merged(folder: Any, tmp_path: Path) -> None:
     base, other = folder(), folder(name="other", seed=1)
     part = build_policy(base, lora=LORA, **HARDWARE)
     move(part.trainable_parameters())
-    quantise(part)
-    with pytest.raises(ModelError, match="say in which folder they are"):
-        save_policy(part.model, part.tokenizer, tmp_path / "saved")
-    with pytest.raises(ModelError, match="not what the int8 weights were made of"):
+    quantise(part, "int8")
+    with pytest.raises(ModelError, match="not what the rounded weights were made of"):
         save_policy(part.model, part.tokenizer, tmp_path / "saved", base=other)
     assert not (tmp_path / "saved").exists()
 
@@ -343,7 +343,7 @@ def test_what_the_engine_is_given_computes_as_the_policy_does(kind: str, folder:
     part = build_policy(folder(kind), lora=LORA, **HARDWARE)
     plain = copy.deepcopy(build_policy(folder(kind), lora=None, **HARDWARE))
     move(part.trainable_parameters(), size=0.03)
-    quantise(part)
+    quantise(part, "int8")
     missing, odd = plain.model.load_state_dict(dict(merged_state(part.model)), strict=False)
     assert not odd and set(missing) <= {"lm_head.weight"}
     assert torch.allclose(plain.logprobs(BATCH)[0], part.logprobs(BATCH)[0], atol=2e-4)
@@ -353,5 +353,5 @@ def test_a_tokenizer_of_another_kind_reads_the_prompts(folder: Any, paths: Any) 
     """A reward model is measured on texts, by its own tokenizer."""
     _, path = paths()
     make_tokenizer(shift=3).save_pretrained(path)
-    part: ScalarModel = build_reward(path, int8=Int8(PROMPTS), **HARDWARE).part
+    part: ScalarModel = build_reward(path, rounding=Rounding(PROMPTS, frozen="int8"), **HARDWARE).part
     assert is_quantised(part.model)

@@ -17,7 +17,7 @@ from heedful.models.roles import Roles, build_policy, build_roles, build_scalar
 from toy_parts import BATCH, IDS
 
 CPU = torch.device("cpu")
-LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", dropout=0.0)
+LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", dropout=0.0, base="float")
 ONES = torch.ones_like(IDS)
 
 

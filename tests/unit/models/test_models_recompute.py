@@ -19,7 +19,7 @@ from heedful.models.recompute import recompute_activations
 from heedful.models.roles import build_policy, build_roles, build_scalar
 
 CPU = torch.device("cpu")
-LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear")
+LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", base="float")
 KINDS = ["Llama", "GPT2", "Qwen2", "OPT", "Gemma2"]
 IDS = torch.arange(3 * 41).reshape(3, 41) % 97 + 5
 MASK = torch.ones(3, 40, dtype=torch.int64)

@@ -19,8 +19,8 @@ from heedful.models.roles import Roles, build_policy, build_roles, build_scalar
 from toy_parts import BATCH, IDS
 
 CPU = torch.device("cpu")
-LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear")
-NARROW = SimpleNamespace(rank=2, alpha=6.0, targets="q_proj, v_proj")
+LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", base="float")
+NARROW = SimpleNamespace(rank=2, alpha=6.0, targets="q_proj, v_proj", base="float")
 ONES = torch.ones_like(IDS)
 
 

@@ -21,7 +21,7 @@ from heedful.models.value import TrunkHead
 from toy_parts import BATCH, IDS
 
 CPU = torch.device("cpu")
-LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear")
+LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", base="float")
 MODES = get_args(ValueFrom)
 ONES = torch.ones_like(IDS)
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from heedful.config.recipe import Recipe
-from heedful.models.quantise import Int8
+from heedful.models.quantise import Rounding
 from heedful.models.roles import build_policy, build_roles, build_scalar
 from heedful.plan.machine import gpu
 from heedful.plan.memory import Model, Setup, plan_memory, ppo_models
@@ -65,7 +65,7 @@ def test_bytes_of_frozen_twins_are_those_that_are_held(kind: str, frozen: str, t
     paths = folders(tmp_path, kind)
     found = {model.part: model.held_bytes for model in ppo_models(setup(read_shape(paths[0]), frozen_weights=frozen))}
     roles = build_roles(
-        *paths, policy_lora=None, value_lora=None, device=CPU, dtype=BF16, int8=Int8() if frozen == "int8" else None
+        *paths, policy_lora=None, value_lora=None, device=CPU, dtype=BF16, rounding=Rounding(frozen=frozen)
     )
     assert roles.reward is not None
     assert found["reference"] == held(roles.reference.part.model)

@@ -10,7 +10,7 @@ from heedful.config.recipe import Recipe
 from heedful.errors import ConfigError
 from heedful.plan.activations import Batch, Training, trunk
 from heedful.plan.fit import checkpoint_disk, not_yet, remedy, verdict
-from heedful.plan.machine import GPUS, Machine, gpu
+from heedful.plan.machine import CONTEXT_BYTES, GPUS, Machine, gpu
 from heedful.plan.memory import Setup, plan_memory, ppo_models
 from heedful.plan.shape import NAMED
 from heedful.plan.time import plan_time
@@ -81,17 +81,21 @@ def test_on_one_base_the_weights_are_there_once():
 
 @pytest.mark.parametrize("frozen", ["float", "int8"])
 @pytest.mark.parametrize("value_from", ["policy", "trunk"])
-@pytest.mark.parametrize(("lora", "roles"), [(None, None), ({"rank": 4}, None), ({"rank": 4}, "shared")])
+@pytest.mark.parametrize(("lora", "roles"), [
+    (None, None), ({"rank": 4}, None), ({"rank": 4}, "shared"), ({"rank": 4, "base": "nf4"}, None),
+    ({"rank": 4, "base": "nf4"}, "shared"), ({"rank": 4, "base": "nf4"}, "separate"),
+])  # fmt: skip
 def test_they_are_the_models_that_roles_builds(toy_model, lora, roles, value_from, frozen):
     """Counted on the real parts: every storage once."""
     import torch
 
-    from heedful.models.int8 import Int8Linear
-    from heedful.models.quantise import Int8
+    from heedful.models.frozen import FrozenLinear
+    from heedful.models.quantise import Rounding
     from heedful.models.roles import build_roles
     from heedful.plan.shape import read_shape
 
-    if roles == "shared" and value_from == "trunk":
+    nf4 = bool(lora and "base" in lora)
+    if (roles and value_from == "trunk") or (nf4 and frozen == "int8"):
         pytest.skip("a contradiction, which the recipe refuses")
     shape = read_shape(toy_model)
     section = {"value_from": value_from, "lora": lora, "roles": roles, "rewards": {"f": {"function": "m:f"}},
@@ -102,13 +106,13 @@ def test_they_are_the_models_that_roles_builds(toy_model, lora, roles, value_fro
     settings = recipe.ppo.lora
     parts = build_roles(
         toy_model, None, policy_lora=settings, value_lora=settings, value_from=value_from, sharing=roles,
-        device=torch.device("cpu"), dtype=torch.bfloat16, int8=Int8() if frozen == "int8" else None,
+        device=torch.device("cpu"), dtype=torch.bfloat16, rounding=Rounding(frozen=frozen),
     )  # fmt: skip
     models = [parts.policy.model, parts.reference.part.model, parts.value.part.model]
     weights = {p.data_ptr(): p.nbytes for model in models for p in model.parameters()}
-    int8 = [layer for model in models for layer in model.modules() if isinstance(layer, Int8Linear)]
-    assert bool(int8) == (frozen == "int8")
-    weights |= {b.data_ptr(): b.nbytes for layer in int8 for b in layer.buffers()}
+    rounded = [layer for model in models for layer in model.modules() if isinstance(layer, FrozenLinear)]
+    assert bool(rounded) == (nf4 or frozen == "int8")
+    weights |= {b.data_ptr(): b.nbytes for layer in rounded for b in layer.buffers()}
     planned = sum(model.held_bytes for model in ppo_models(found))
     heads = 4 * shape.width * 4  # float32 heads, PEFT's original among them
     assert abs(sum(weights.values()) - planned) <= heads
@@ -126,7 +130,7 @@ def test_int8_holds_a_byte_per_weight_of_what_is_not_trained():
     assert full["reference"] == linear + 2 * rows + 2 * output + 4 * (shape.num_causal - linear - output)
     assert full["policy"] == 4 * shape.num_causal  # is trained
     phases = {phase.name: phase.parts for phase in stage(setup(ppo={"roles": "shared", **int8}), "ppo").phases}
-    assert phases["train policy"]["cast of an int8 weight"] == 2 * 4096 * 11008
+    assert phases["train policy"]["cast of a rounded weight"] == 2 * 4096 * 11008
     two_cores = Machine("two cores", "cpu", 24 * GIB, 1.7e12, 24e9)
     on_cpu = stage(setup("smollm2-135m", two_cores, ppo={"lora": {"rank": 16}, **int8}), "ppo").phases[-1].parts
     assert on_cpu["weights before int8"] == 2 * NAMED["smollm2-135m"].num_causal
@@ -138,6 +142,47 @@ def test_int8_is_named_where_it_makes_a_stage_fit():
     assert cure is not None and cure.switches == ("--ppo.frozen_weights int8",)
     done = setup("13b", gpu("h200"), ppo={"lora": {"rank": 16}, "micro_batch_tokens": 512, "frozen_weights": "int8"})
     assert remedy(done, "ppo") is not None and stage(done, "ppo").peak_bytes == cure.peak_bytes
+
+
+def test_a_base_in_few_bits():
+    """4 bits per weight and a scale of 2 bytes per 64: 4.25; it is there in float first."""
+    shape, adapters = NAMED["7b"], NAMED["7b"].num_lora(16, "all-linear")
+    linear = shape.num_linear_weights
+    for key, section in (("sft", {"lora": {"base": "nf4"}}), ("ppo", {"roles": "shared", "lora": {"base": "nf4"}})):
+        phases = {phase.name: phase.parts for phase in stage(setup(**{key: section}), key).phases}
+        held = linear * 17 // 32 + 2 * (shape.num_causal - linear) + 4 * adapters
+        assert phases["save"]["policy: parameters"] == held
+        assert phases["load"]["policy: float weights"] == 2 * shape.num_causal + 4 * adapters
+        assert phases["save"]["cast of a rounded weight"] == (4 + 2) * 4096 * 11008
+    apart = {m.part: m for m in ppo_models(setup(ppo={"roles": "separate", "lora": {"base": "nf4"}}))}
+    assert apart["policy"].form == apart["reference"].form == apart["value"].form == "nf4"
+    assert apart["reward"].form == "float"
+    on_cpu = Machine("two cores", "cpu", 24 * GIB, 1.7e12, 24e9)
+    base = {"roles": "shared", "lora": {"base": "int8"}}
+    assert "weights before int8" not in stage(setup("smollm2-135m", on_cpu, ppo=base), "ppo").phases[-1].parts
+
+
+@pytest.mark.parametrize(("key", "section", "switches"), [
+    ("sft", {}, "--sft.lora.base nf4"),
+    ("ppo", {"roles": "shared", "activation_checkpointing": True}, "--ppo.lora.base nf4 --reward.lora.base nf4"),
+    ("ppo", {"activation_checkpointing": True}, None),
+])  # fmt: skip
+def test_4_bits_are_named_where_they_make_a_stage_fit(key, section, switches):
+    """A device that holds the plan with 4 bits and no larger one. Where the reward is read from the value's base 4 bits
+    are not offered: they move its scores."""
+    def on(machine, base="float"):
+        return setup("7b", machine, **{key: {**section, "lora": {"rank": 16, "base": base}, "micro_batch_tokens": 512}})
+
+    section = {**section, "max_tokens": 512} if key == "sft" else section
+    if switches is None:
+        found = remedy(on(gpu("a100-80g")), key)
+        assert found is None or not any("nf4" in text for text in found.switches)
+        return
+    peaks = {base: stage(on(gpu("h200"), base), key).peak_bytes for base in ("float", "int8", "nf4")}
+    assert peaks["nf4"] < peaks["int8"] <= peaks["float"]
+    usable = (peaks["nf4"] + 0.1 * (peaks["int8"] - peaks["nf4"])) / 0.9
+    found = remedy(on(dataclasses.replace(gpu("h200"), memory_bytes=int(usable / 0.95) + CONTEXT_BYTES)), key)
+    assert found is not None and found.switches == (switches,) and found.peak_bytes == peaks["nf4"]
 
 
 def test_the_peak_is_the_largest_phase_and_not_the_sum():

@@ -1,4 +1,4 @@
-"""PPO with frozen weights in int8: the self-test says where the KL starts, the run trains and resumes to the bit."""
+"""PPO with frozen weights in int8, or on a base in 4 bits: where the KL starts; it trains, and resumes to the bit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from heedful.config.section import LoraConfig
 from heedful.data.chat import end_token_ids
 from heedful.errors import GuardError
 from heedful.models.export import save_reward
-from heedful.models.int8 import is_quantised
+from heedful.models.frozen import is_quantised
 from heedful.models.load import load_tokenizer
-from heedful.models.quantise import Int8
+from heedful.models.quantise import Rounding
 from heedful.models.roles import build_roles, build_scalar
 from heedful.rollout.hf import HFEngine
 from heedful.rollout.score import LearnedReward, Scoring
@@ -25,27 +25,33 @@ from toy_ppo import StopsAtTheThird, largest_gap, train, weights
 
 LORA = LoraConfig(rank=4)
 STEPS = {"steps": 4, "epochs": 2, "minibatches": 2, "kl": {"in_loss": "exact", "in_reward": "exact"}}
-WAYS = [("shared", LORA), (None, LORA), (None, None)]
-NAMES = ["shared", "two bases", "full"]
+NF4 = LoraConfig(rank=4, base="nf4")
+WAYS = [("shared", LORA), (None, LORA), (None, None), ("shared", NF4), ("separate", NF4)]
+NAMES = ["shared", "two bases", "full", "shared on nf4", "separate on nf4"]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A policy and a reward model that is an adapter on it."""
+    """A policy and, by the form of base, a reward model that is an adapter on it."""
     path = tmp_path_factory.mktemp("int8")
     policy = model_folder(path / "policy")
-    torch.manual_seed(7)
-    part = build_scalar(policy, lora=LORA, device=CPU, dtype=torch.float32, new_head=True)
-    disturb(part)
-    save_reward(part.model, part.tokenizer, path / "reward", score_mean=0.3, score_std=2.0)
-    return policy, path / "reward"
+    rewards = {}
+    for lora in (LORA, NF4):
+        torch.manual_seed(7)
+        part = build_scalar(policy, lora=lora, device=CPU, dtype=torch.float32, new_head=True)
+        disturb(part)
+        rewards[lora.base] = path / lora.base
+        save_reward(part.model, part.tokenizer, rewards[lora.base], score_mean=0.3, score_std=2.0)
+    return policy, rewards
 
 
 def build(folders, sharing, lora):
     torch.manual_seed(4)  # new adapters
-    int8 = Int8(prompts(load_tokenizer(folders[0])))
-    return build_roles(*folders, sharing=sharing, policy_lora=lora, value_lora=lora, device=CPU, dtype=torch.float32,
-                       int8=int8)  # fmt: skip
+    policy, rewards = folders
+    base = "float" if lora is None else lora.base
+    rounding = Rounding(prompts(load_tokenizer(policy)), frozen="int8" if base == "float" else "float")
+    return build_roles(policy, rewards[base], sharing=sharing, policy_lora=lora, value_lora=lora, device=CPU,
+                       dtype=torch.float32, rounding=rounding)  # fmt: skip
 
 
 def judge(roles):
