@@ -94,9 +94,16 @@ def test_gradients_by_finite_differences():
         )
         return (lp * mix + entropy * mix.cos()).sum()
 
+    def of_one(h, w, k):
+        out = logprobs.token_logprobs(h, w, targets, mask, chunk_vocabulary=3, with_entropy=True)
+        return (out[k] * mix).sum()
+
     assert_gradient(lambda x: total(x, weight, bias), hidden)
     assert_gradient(lambda x: total(hidden, x, bias), weight)
     assert_gradient(lambda x: total(hidden, weight, x), bias)
+    for k in (0, 1):  # a loss of the log-probs alone, and of the entropies alone
+        assert_gradient(lambda x, k=k: of_one(x, weight, k), hidden)
+        assert_gradient(lambda x, k=k: of_one(hidden, x, k), weight)
 
 
 def test_PPO_19_precision():

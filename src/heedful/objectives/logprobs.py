@@ -263,19 +263,23 @@ class _LogprobsAndEntropy(torch.autograd.Function):
             logp_KN = (lse_KN - lse_N).clamp(min=_LEAST)
             entropy_N = (logp_KN.exp() * (within_KN - logp_KN)).sum(dim=0)
         ctx.save_for_backward(rows_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N)
-        ctx.head, ctx.with_entropy = head, with_entropy
+        ctx.set_materialize_grads(False)
+        ctx.head = head
         return target_N - lse_N, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         rows_ND, weight_VD, bias_V, targets_N, lse_N, entropy_N = ctx.saved_tensors
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(lse_N)
 
         def grad_of(logits_Cv: Tensor, chunk: slice, vocabulary: slice) -> Tensor:
-            grad_C, grad_entropy_C1 = grad_logprobs_N[chunk], grad_entropy_N[chunk, None]
+            grad_C = grad_logprobs_N[chunk]
             is_within_C, place_C1 = _within(targets_N[chunk], vocabulary)
             logp_Cv = _log_probabilities(logits_Cv, lse_N[chunk])
-            if ctx.with_entropy:
+            if grad_entropy_N is not None:
+                grad_entropy_C1 = grad_entropy_N[chunk, None]
                 probs_Cv = logp_Cv.exp()
                 all_C1 = grad_C[:, None] + grad_entropy_C1 * entropy_N[chunk, None]
                 grad_Cv = logp_Cv.mul_(grad_entropy_C1).add_(all_C1).mul_(probs_Cv).neg_()

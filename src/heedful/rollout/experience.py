@@ -31,6 +31,16 @@ Partition = list[list[list[int]]]
 
 
 @dataclass(frozen=True)
+class PolicyForward:
+    """A forward of the policy with its graph, from which a backward can start. Dimensions as its micro-batch's."""
+
+    hidden_BTD: Tensor
+    logprobs_BT: Tensor
+    entropy_BT: Tensor | None
+    """None where nobody asked for it"""
+
+
+@dataclass(frozen=True)
 class Experience:
     """The whole step, on the CPU, with the partition of its first epoch and what the log wants to know."""
 
@@ -46,6 +56,8 @@ class Experience:
     """float32 [B, T]; before whitening"""
     kl_weights_B: Tensor
     """float32 [B]; 1, or more for answers far outside the step's KL distribution"""
+    policy_forward: PolicyForward | None = None
+    """Of the only micro-batch of the only update, where it was asked for: that which the update would make again"""
 
     def minibatches(self, partition: Partition) -> Iterator[list[ExperienceBatch]]:
         """The micro-batches of every minibatch, each cut to its own longest row."""
@@ -103,6 +115,7 @@ def build_experience(
     pad_id: int,
     generator: torch.Generator,
     check: Callable[[str, Tensor, TokenBatch], None],
+    keep_graph: bool = False,
 ) -> Experience:
     """Run the four parts over the answers and derive rewards, advantages and returns.
 
@@ -110,6 +123,7 @@ def build_experience(
         kl_coefficient: β of this step, score deviations per nat.
         generator: draws the minibatches of the first epoch.
         check: called with the name of each stream, the stream and its tokens before anything is derived from it.
+        keep_graph: where the step has one update of one micro-batch, keep the policy's forward for it: it is the same.
     """
     completions = [r.completion for r in rollouts]
     tokens = dataclasses.replace(
@@ -119,10 +133,13 @@ def build_experience(
     lengths = tokens.attention_mask_BT.sum(dim=1).tolist()
     first = partition(lengths, config, generator)
     streams: dict[str, Tensor] = {}
-    for rows in (rows for minibatch in first for rows in minibatch):
+    cut = [rows for minibatch in first for rows in minibatch]
+    keep_graph = keep_graph and config.epochs == 1 and len(cut) == 1
+    policy_forward = None
+    for rows in cut:
         part = select_tokens(tokens, rows)
-        found = forward_streams(
-            roles, part, temperature=config.sampling.temperature,
+        found, policy_forward = forward_streams(
+            roles, part, temperature=config.sampling.temperature, keep_graph=keep_graph,
             exact_kl="exact" in (config.kl.in_reward, config.kl.in_loss), reference_hidden=config.kl.in_loss == "exact",
         )  # fmt: skip
         for name, stream in found.items():
@@ -133,25 +150,29 @@ def build_experience(
             if name not in streams:
                 streams[name] = stream.new_zeros((*tokens.inputs_BT.shape, *stream.shape[2:]))
             streams[name][torch.tensor(rows), : stream.shape[1]] = stream
-    return _derive(rollouts, tokens, streams, config, kl_coefficient, first, roles, check)
+    made = _derive(rollouts, tokens, streams, config, kl_coefficient, first, roles, check)
+    return dataclasses.replace(made, policy_forward=policy_forward if keep_graph else None)
 
 
 @torch.no_grad()
 def forward_streams(
-    roles: Roles, part: TokenBatch, *, temperature: float, exact_kl: bool, reference_hidden: bool = False
-) -> dict[str, Tensor]:
+    roles: Roles, part: TokenBatch, *, temperature: float, exact_kl: bool, reference_hidden: bool = False,
+    keep_graph: bool = False,
+) -> tuple[dict[str, Tensor], PolicyForward]:  # fmt: skip
     """[B, T] of every part over one micro-batch, in the order in which they are checked; one forward a model.
 
     Args:
         exact_kl: the KL over the vocabulary too.
         reference_hidden: the reference's hidden states [B, T, D] too.
+        keep_graph: let a backward start from the policy's forward, which is given besides.
     """
     part = to_device(part, roles.policy.device)
-    hidden_BTD = roles.policy.hidden(part)
-    logprobs_BT, entropy_BT = roles.policy.logprobs_of(hidden_BTD, part, temperature=temperature, with_entropy=True)
-    assert entropy_BT is not None
-    reference_BTD = roles.reference.hidden(part)
+    reference_BTD = roles.reference.hidden(part)  # before the policy's graph is there
     reference_BT, _ = roles.reference.logprobs_of(reference_BTD, part, temperature=temperature)
+    with torch.set_grad_enabled(keep_graph):
+        hidden_BTD = roles.policy.hidden(part)
+        logprobs_BT, entropy_BT = roles.policy.logprobs_of(hidden_BTD, part, temperature=temperature, with_entropy=True)
+    assert entropy_BT is not None
     found = {
         "log-probs": logprobs_BT,
         "entropy": entropy_BT,
@@ -164,7 +185,8 @@ def forward_streams(
         )
     if reference_hidden:
         found["reference hidden"] = reference_BTD
-    return found
+    forward = PolicyForward(hidden_BTD, logprobs_BT, entropy_BT)
+    return {name: stream.detach() for name, stream in found.items()}, forward
 
 
 def _derive(

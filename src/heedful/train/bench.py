@@ -115,7 +115,7 @@ class Bench:
         """What the scoring forwards of a PPO step give for the answers."""
         found: dict[str, list[Tensor]] = {}
         for _, part in self.parts:
-            streams = forward_streams(self.roles, part, temperature=self.config.sampling.temperature, exact_kl=True)
+            streams, _ = forward_streams(self.roles, part, temperature=self.config.sampling.temperature, exact_kl=True)
             for name, x_BT in streams.items():
                 found.setdefault(name, []).append(x_BT[part.loss_mask_BT].float().cpu())
         joined = {name: torch.cat(of_parts) for name, of_parts in found.items()}

@@ -94,7 +94,7 @@ def train_ppo(
             recorder.note(phase="scoring", rollouts=rollouts, kl_coefficient=controller.coefficient)
             experience = build_experience(
                 rollouts, roles, config, kl_coefficient=controller.coefficient, pad_id=roles.policy.pad_id,
-                generator=generator, check=partial(_check, recorder, i),
+                generator=generator, check=partial(_check, recorder, i), keep_graph=i >= config.value_warmup_steps,
             )  # fmt: skip
             if i == 0:
                 _prove_start(experience, roles)

@@ -16,7 +16,7 @@ from heedful.batches import ExperienceBatch, LossOut, TokenBatch, to_device
 from heedful.config.ppo import PPOConfig
 from heedful.models.roles import Roles
 from heedful.objectives import kl, policy, value
-from heedful.rollout.experience import Experience, partition
+from heedful.rollout.experience import Experience, PolicyForward, partition
 from heedful.train import guard
 from heedful.train.forensics import Recorder
 from heedful.train.ptx import PTX
@@ -48,6 +48,8 @@ class _Minibatch:
     batches: list[ExperienceBatch]
     denominators: list[float | Tensor]
     """Per micro-batch: the counted tokens of the whole minibatch, or [B, 1] length · number of answers."""
+    policy_forward: PolicyForward | None
+    """Of its only micro-batch, where the scoring kept it"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,10 @@ class Update:
             cut = experience.first_partition if epoch == 0 else partition(lengths, self.config, generator)
             for number, batches in enumerate(experience.minibatches(cut)):
                 self.recorder.note(minibatch=(epoch, number))
-                minibatch = _Minibatch(step, epoch, number, batches, denominators(batches, self.config.loss_average))
+                minibatch = _Minibatch(
+                    step, epoch, number, batches, denominators(batches, self.config.loss_average),
+                    experience.policy_forward,
+                )  # fmt: skip
                 if not warming_up and out.stopped_at_epoch is None:
                     out.policy.append(self._step_policy(minibatch, out))
                 elif not warming_up:
@@ -91,7 +96,7 @@ class Update:
             if isinstance(batch, TokenBatch):
                 assert self.ptx is not None
                 return self.ptx.loss(self.roles.policy, batch, ptx_denominator)
-            return self.policy_loss(batch, denominator_of[id(batch)], out.ratios)
+            return self.policy_loss(batch, denominator_of[id(batch)], out.ratios, minibatch.policy_forward)
 
         def may_move(metrics: dict[str, float]) -> bool:
             return self._may_move(metrics, minibatch, out)
@@ -115,15 +120,25 @@ class Update:
             return False
         return True
 
-    def policy_loss(self, batch: ExperienceBatch, denominator: float | Tensor, ratios: list[Tensor]) -> LossOut:
-        """Clipped surrogate, entropy bonus, KL of the current token; on a shared trunk the value loss too."""
+    def policy_loss(
+        self, batch: ExperienceBatch, denominator: float | Tensor, ratios: list[Tensor],
+        forward: PolicyForward | None = None,
+    ) -> LossOut:  # fmt: skip
+        """Clipped surrogate, entropy bonus, KL of the current token; on a shared trunk the value loss too.
+
+        Args:
+            forward: of this very batch by the policy as it is now; None makes it.
+        """
         roles, config = self.roles, self.config
         batch = on_device(batch, roles.policy.device)
         tokens, mask_BT = batch.tokens, batch.tokens.loss_mask_BT
-        hidden_BTD = roles.policy.hidden(tokens)
-        logprobs_BT, entropy_BT = roles.policy.logprobs_of(
-            hidden_BTD, tokens, temperature=config.sampling.temperature, with_entropy=config.entropy_coefficient > 0
-        )
+        if forward is None:
+            hidden_BTD = roles.policy.hidden(tokens)
+            logprobs_BT, entropy_BT = roles.policy.logprobs_of(
+                hidden_BTD, tokens, temperature=config.sampling.temperature, with_entropy=config.entropy_coefficient > 0
+            )
+            forward = PolicyForward(hidden_BTD, logprobs_BT, entropy_BT)
+        hidden_BTD, logprobs_BT = forward.hidden_BTD, forward.logprobs_BT
         log_ratio_BT = (logprobs_BT - batch.old_logprobs_BT).detach()
         guard.finite("ratio", log_ratio_BT, step=self.recorder.step, ids=tokens.ids, mask=mask_BT)
         ratios.append(log_ratio_BT[mask_BT].exp().cpu())
@@ -134,10 +149,11 @@ class Update:
             )
         ]  # fmt: skip
         terms[0].metrics["policy_loss"] = terms[0].loss.detach()
-        if entropy_BT is not None:
+        if config.entropy_coefficient > 0:
+            assert forward.entropy_BT is not None
             terms.append(
                 policy.entropy_bonus(
-                    entropy_BT, mask_BT, coefficient=config.entropy_coefficient, denominator=denominator
+                    forward.entropy_BT, mask_BT, coefficient=config.entropy_coefficient, denominator=denominator
                 )
             )
         if config.kl.in_loss != "none":

@@ -13,6 +13,7 @@ from heedful.config.section import LoraConfig
 from heedful.data.chat import end_token_ids
 from heedful.errors import EngineError, GuardError
 from heedful.models.roles import Reference
+from heedful.rollout.experience import build_experience
 from heedful.rollout.fake import FakeEngine
 from heedful.rollout.hf import HFEngine
 from heedful.rollout.score import LearnedReward
@@ -229,6 +230,29 @@ def shifted(batch, options):
     return dataclasses.replace(batch, targets_BT=batch.targets_BT.roll(1, dims=1)), options
 
 
+@pytest.mark.parametrize("value_from", ["policy", "trunk"])
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_the_forward_of_a_single_update_is_made_once(models, tmp_path, monkeypatch, lora, value_from):
+    """And the weights that come out are the same to the last bit."""
+    found = []
+    for keeps in (True, False):
+        parts = roles(models, lora=lora, value_from=value_from)
+        with monkeypatch.context() as patch:
+            if not keeps:
+                patch.setattr("heedful.train.ppo.build_experience",
+                              lambda *args, keep_graph, **options: build_experience(*args, **options))  # fmt: skip
+            trained_forwards = []
+            hidden = parts.policy.hidden
+            patch.setattr(parts.policy, "hidden", lambda batch, of=hidden, seen=trained_forwards: (
+                seen.append(torch.is_grad_enabled()) or of(batch)))  # fmt: skip
+            train(parts, tmp_path / str(keeps), steps=2, entropy_coefficient=0.01, value_from=value_from,
+                  kl=KLConfig(in_loss="k2"))  # fmt: skip
+        of_reference = [] if lora is None else [False]  # the policy without its adapters
+        assert trained_forwards == (of_reference + ([True] if keeps else [False, True])) * 2
+        found.append(weights(parts))
+    assert largest_gap(*found) == 0
+
+
 @pytest.mark.parametrize("mutation", [cooler, blind, shifted])
 def test_a_training_forward_that_differs_is_caught(models, tmp_path, mutation, monkeypatch):
     parts = roles(models)
@@ -246,7 +270,7 @@ def test_a_training_forward_that_differs_is_caught(models, tmp_path, mutation, m
     monkeypatch.setattr(parts.policy, "logprobs_of", mutated_logprobs)
     before = weights(parts)
     with pytest.raises(GuardError, match="importance ratio differs from 1 .* on the first minibatch of step 0"):
-        train(parts, tmp_path)
+        train(parts, tmp_path, epochs=2)  # with one epoch there is no second forward
     assert largest_gap(before, weights(parts)) == 0
 
 

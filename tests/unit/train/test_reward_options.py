@@ -366,7 +366,8 @@ def test_the_overfitting_watch_speaks_when_both_rise():
 def test_what_weighs_the_same_prompts_or_pairs(folder, weigh):
     model = scalar(folder)
     disturb(model)
-    samples = samples_of(model, [ranking(n, *("word " * (k + 1) for k in range(size))) for n, size in enumerate((2, 4))])
+    records = [ranking(n, *("word " * (k + 1) for k in range(size))) for n, size in enumerate((2, 4))]
+    samples = samples_of(model, records)
     loss = RewardLoss(model, RewardConfig(weigh=weigh), seed=0)
     parts = loss.parts(micro_batches(samples, RewardConfig(micro_batch_tokens=1), model.pad_id, attention_tokens=None))
     assert len(parts) == 2
