@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from heedful.plan.memory import StagePlan
+from heedful.plan.parts import StagePlan
 from heedful.runs.progress import peak_memory_bytes
 
 _RESET, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")

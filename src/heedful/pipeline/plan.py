@@ -12,7 +12,8 @@ from heedful.errors import ModelError
 from heedful.pipeline.lengths import of_data
 from heedful.plan.fit import checkpoint_disk, not_yet, remedy, verdict
 from heedful.plan.machine import Machine, this_machine
-from heedful.plan.memory import Setup, StagePlan, plan_memory
+from heedful.plan.memory import plan_memory
+from heedful.plan.parts import Setup, StagePlan
 from heedful.plan.shape import NAMED, ModelShape, read_shape
 from heedful.plan.time import StageTime, plan_time
 from heedful.plan.workload import of_limits

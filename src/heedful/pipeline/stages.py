@@ -13,7 +13,8 @@ from heedful.config.recipe import Recipe, Stage
 from heedful.errors import ConfigError, DataError, HeedfulError
 from heedful.pipeline.context import Context
 from heedful.pipeline.rewards import check_rewards
-from heedful.plan.memory import StagePlan, plan_memory
+from heedful.plan.memory import plan_memory
+from heedful.plan.parts import StagePlan
 from heedful.runs.files import write_json
 from heedful.runs.folder import RunFolder, StageFolder
 from heedful.runs.progress import duration, tell

@@ -11,7 +11,8 @@ from typing import Literal
 
 from heedful.config.recipe import Recipe, Stage
 from heedful.config.section import LoraConfig
-from heedful.plan.memory import Setup, StagePlan, plan_memory
+from heedful.plan.memory import plan_memory
+from heedful.plan.parts import Setup, StagePlan
 from heedful.plan.workload import StageWork
 
 Verdict = Literal["fits", "tight", "does not fit"]

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from heedful.config.recipe import Stage
-from heedful.plan.memory import DECODED_TOGETHER, Model, Setup, ppo_models, trained
+from heedful.plan.memory import DECODED_TOGETHER, ppo_models, trained
+from heedful.plan.parts import Model, Setup
 from heedful.plan.shape import ModelShape
 
 FORWARD_SHARE = {"cuda": 0.50, "cpu": 0.35}

@@ -10,7 +10,7 @@ from heedful.pipeline import memory
 from heedful.pipeline.memory import PeakMeter, compared
 from heedful.pipeline.stages import results, run
 from heedful.plan import shape
-from heedful.plan.memory import Phase, StagePlan
+from heedful.plan.parts import Phase, StagePlan
 from heedful.runs.files import read_json
 
 

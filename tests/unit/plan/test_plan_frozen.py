@@ -12,7 +12,8 @@ from heedful.config.recipe import Recipe
 from heedful.models.quantise import Rounding
 from heedful.models.roles import build_policy, build_roles, build_scalar
 from heedful.plan.machine import gpu
-from heedful.plan.memory import Model, Setup, plan_memory, ppo_models
+from heedful.plan.memory import plan_memory, ppo_models
+from heedful.plan.parts import Model, Setup
 from heedful.plan.shape import NAMED, ModelShape, read_shape
 from heedful.plan.workload import of_limits
 from toy_parts import toy_tokenizer

@@ -11,7 +11,8 @@ from heedful.errors import ConfigError
 from heedful.plan.activations import Batch, Training, trunk
 from heedful.plan.fit import checkpoint_disk, not_yet, remedy, verdict
 from heedful.plan.machine import CONTEXT_BYTES, GPUS, Machine, gpu
-from heedful.plan.memory import Setup, plan_memory, ppo_models
+from heedful.plan.memory import plan_memory, ppo_models
+from heedful.plan.parts import Setup
 from heedful.plan.shape import NAMED
 from heedful.plan.time import plan_time
 from heedful.plan.workload import of_limits, of_ppo, padded

@@ -10,7 +10,8 @@ import pytest
 from heedful.config.recipe import Recipe
 from heedful.plan.fit import verdict
 from heedful.plan.machine import GPUS, gpu
-from heedful.plan.memory import Setup, plan_memory
+from heedful.plan.memory import plan_memory
+from heedful.plan.parts import Setup
 from heedful.plan.shape import NAMED
 from heedful.plan.workload import of_limits
 
