@@ -25,7 +25,7 @@ from typing import Any
 
 import sides
 import torch
-from ceilings import Weights, bytes_per_second, matrix_operations_per_second, timed
+from ceilings import Weights, bound_seconds, bytes_per_second, matrix_operations_per_second, timed
 
 from heedful.data import tokenise
 from heedful.data.load import load_prompts
@@ -43,21 +43,6 @@ LINES = [
     *[f"share of the {bound}, {side}" for bound in ("bandwidth", "matrix product", "bound of every step")
       for side in SIDES],
 ]  # fmt: skip
-
-
-def bound_seconds(
-    prompt_tokens: Sequence[int], answer_tokens: Sequence[int], weights: Weights, speeds: Mapping[str, float]
-) -> dict[str, float]:
-    """The least that a decoding can take: of reading weights alone, of multiplying alone, and of both step by step."""
-    both = weights.trunk + weights.head
-    reading = both * weights.bytes_each / speeds["bytes_per_second"]  # of one step, whatever its rows
-    rows = [sum(n > t for n in answer_tokens) for t in range(max(answer_tokens))]
-    multiplying = [2 * n * both / speeds["flops"] for n in rows]
-    prefill = 2 * (sum(prompt_tokens) - len(prompt_tokens)) * weights.trunk / speeds["flops"]
-    return {
-        "bandwidth": reading * len(rows), "matrix": prefill + sum(multiplying),
-        "step by step": prefill + sum(max(reading, seconds) for seconds in multiplying),
-    }  # fmt: skip
 
 
 def engine_with_ends(policy: LanguageModel, share: float, seed: int) -> HFEngine:

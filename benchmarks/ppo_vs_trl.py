@@ -31,7 +31,6 @@ import sides
 
 HEEDFUL = ("separate", "shared", "trunk")
 SIDES = (*HEEDFUL, "trl")
-PHASES = {"seconds_rollout": "rollout", "seconds_score": "scoring", "seconds_train": "training"}
 
 
 def task_of(asked: argparse.Namespace) -> dict[str, Any]:
@@ -67,25 +66,13 @@ def heedful_side(task: dict[str, Any], out: Path, roles_mode: str, keys: dict[st
     import heedful
     from heedful.config.ppo import PPOConfig
     from heedful.models.hardware import seed_everything
-    from heedful.models.parts import LanguageModel
     from heedful.models.roles import build_roles
     from heedful.records import Prompt
-    from heedful.rollout.hf import HFEngine
-    from heedful.rollout.score import LearnedReward, Scoring
-    from heedful.runs.folder import StageFolder
-    from heedful.runs.reader import read_stage
-    from heedful.train.ppo import train_ppo
 
     torch.set_num_threads(task["threads"])
     seed_everything(task["seed"])
     dtype = torch.bfloat16 if task["bfloat16"] else torch.float32
-    clock, ceiling = sides.Clock(), matrix_operations_per_second(dtype)
-
-    class TimedEngine(HFEngine):
-        def sync(self, policy: LanguageModel, *, version: int) -> None:
-            clock.mark()
-            super().sync(policy, version=version)
-
+    ceiling = matrix_operations_per_second(dtype)
     config = PPOConfig(**{
         "roles": roles_mode, "steps": task["warm_up"] + task["updates"], "prompts_per_step": task["batch"],
         "sampling": {"max_new_tokens": task["new_tokens"]}, "kl": {"coefficient": task["kl_coefficient"]},
@@ -97,17 +84,10 @@ def heedful_side(task: dict[str, Any], out: Path, roles_mode: str, keys: dict[st
         device=torch.device("cpu"), dtype=dtype, new_reward_head=True, sharing=config.roles,
         activation_checkpointing=config.activation_checkpointing,
     )  # fmt: skip
-    assert roles.reward is not None
-    scoring = Scoring([LearnedReward(roles.reward, micro_batch_tokens=config.micro_batch_tokens)])
     prompts = [(Prompt.from_json(row["prompt"]), row["ids"]) for row in task["prompts"]]
-    stage = StageFolder(out / f"{roles_mode}-{time.time_ns()}", "ppo", 3)  # never one that holds a checkpoint
-    end_id = task["end_id"]
-    engine = TimedEngine(roles.policy, [-1] if end_id is None else [end_id])
-    clock.marks.clear()
-    train_ppo(roles, scoring, prompts, config, stage, seed=task["seed"], engine=engine)
-    clock.mark()
-    log = read_stage(stage.path)
-    phases = {phase: log.column(f"ppo/{name}")[1] for name, phase in PHASES.items()}
+    folder = out / f"{roles_mode}-{time.time_ns()}"  # never one that holds a checkpoint
+    clock, log = sides.train_ppo(roles, config, prompts, folder, end_id=task["end_id"], seed=task["seed"])
+    phases = {phase: log.column(f"ppo/{name}")[1] for name, phase in sides.PHASES.items()}
     answer_tokens = log.column("ppo/answer_tokens_mean")[1]
     weights = Weights.of(roles.policy)
     prompt_tokens = statistics.mean(len(row["ids"]) for row in task["prompts"])
@@ -127,7 +107,7 @@ def heedful_side(task: dict[str, Any], out: Path, roles_mode: str, keys: dict[st
 def table(task: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> str:
     """The sides beside each other, and every one's speed and memory as a multiple of TRL's."""
     columns: list[list[str]] = [[
-        "", "seconds per update", *[f"of which {phase}" for phase in PHASES.values()],
+        "", "seconds per update", *[f"of which {phase}" for phase in sides.PHASES.values()],
         "training's share of the matrix product", "seconds of all cores", "samples per second", "times TRL's, seconds",
         "times TRL's, seconds of all cores", "peak memory", "times TRL's, peak memory", "tokens per answer",
     ]]  # fmt: skip
@@ -141,8 +121,8 @@ def table(task: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> 
         known = {phase: f"{middle(values):.2f}" for phase, values in result["phases"].items()}
         share = f"{middle(result['training_share']):.1%}" if "training_share" in result else ""
         columns.append([
-            sides.title(side, result), f"{seconds:.2f}", *[known.get(phase, "") for phase in PHASES.values()], share,
-            f"{cores:.2f}", f"{task['batch'] / seconds:.3f}",
+            sides.title(side, result), f"{seconds:.2f}", *[known.get(phase, "") for phase in sides.PHASES.values()],
+            share, f"{cores:.2f}", f"{task['batch'] / seconds:.3f}",
             f"{middle(trl['seconds']) / seconds:.2f}" if trl else "",
             f"{middle(trl['core_seconds']) / cores:.2f}" if trl else "", f"{memory / 2**30:.2f} GiB",
             f"{memory / trl['peak_memory_bytes']:.2f}" if trl else "", f"{middle(result['answer_tokens']):.1f}",

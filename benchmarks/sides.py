@@ -101,6 +101,41 @@ class Clock:
         }
 
 
+PHASES = {"seconds_rollout": "rollout", "seconds_score": "scoring", "seconds_train": "training"}
+"""Of an update of PPO by heedful: the metric and its name in a table."""
+
+
+def train_ppo(
+    roles: Any, config: Any, prompts: Sequence[Any], folder: Path, *, end_id: int | None, seed: int
+) -> tuple[Clock, Any]:
+    """Train by heedful's ``train_ppo``, scored by the roles' reward model alone; marks between updates, and the log.
+
+    Args:
+        end_id: the token that ends an answer; None lets every answer reach the limit.
+    """
+    from heedful.models.parts import LanguageModel
+    from heedful.rollout.hf import HFEngine
+    from heedful.rollout.score import LearnedReward, Scoring
+    from heedful.runs.folder import StageFolder
+    from heedful.runs.reader import read_stage
+    from heedful.train import ppo
+
+    clock = Clock()
+
+    class TimedEngine(HFEngine):
+        def sync(self, policy: LanguageModel, *, version: int) -> None:
+            clock.mark()
+            super().sync(policy, version=version)
+
+    scoring = Scoring([LearnedReward(roles.reward, micro_batch_tokens=config.micro_batch_tokens)])
+    stage = StageFolder(folder, "ppo", 3)
+    engine = TimedEngine(roles.policy, [-1] if end_id is None else [end_id])
+    clock.marks.clear()
+    ppo.train_ppo(roles, scoring, prompts, config, stage, seed=seed, engine=engine)
+    clock.mark()
+    return clock, read_stage(stage.path)
+
+
 def digest(task: Mapping[str, Any]) -> str:
     """What a result belongs to."""
     return hashlib.sha256(json.dumps(task, sort_keys=True).encode()).hexdigest()
