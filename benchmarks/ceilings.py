@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from heedful.config.ppo import PPOConfig
 from heedful.models.parts import LanguageModel
+from heedful.rollout.experience import partition
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,26 @@ def trunk_weights(model: Any) -> int:
     return sum(p.numel() for p in matrices if id(p) not in embeddings)
 
 
-def training_operations(weights: Weights, *, read: float, counted: float, trunks: int, full: bool) -> float:
+def training_operations(
+    weights: Weights, *, read: float, counted: float, trunks: int, full: bool, is_kept: bool = False
+) -> float:
     """Multiplications and additions that an update needs, attention left out.
 
     A forward takes two per weight and token read, or counted where the weight is the output layer's; a backward as many
     for the activations, and where all weights are trained as many again for those.
+
+    Args:
+        is_kept: the policy's forward is not the update's (see :func:`keeps_forward`).
     """
     passes = 3 if full else 2
-    return 2 * passes * (trunks * weights.trunk * read + weights.head * counted)
+    forwards = passes * trunks - is_kept, passes - is_kept
+    return 2 * (forwards[0] * weights.trunk * read + forwards[1] * weights.head * counted)
+
+
+def keeps_forward(config: PPOConfig, row_tokens: int) -> bool:
+    """Whether the scoring makes the forward that the only update starts from, with rows of up to so many tokens."""
+    cut = partition([row_tokens] * config.samples_per_step, config, torch.Generator())
+    return config.epochs == 1 and sum(map(len, cut)) == 1
 
 
 def bound_seconds(

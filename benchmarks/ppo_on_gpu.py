@@ -35,6 +35,7 @@ from ceilings import (
     Weights,
     bound_seconds,
     bytes_per_second,
+    keeps_forward,
     matrix_operations_per_second,
     training_operations,
     trunk_weights,
@@ -59,7 +60,6 @@ from heedful.plan.time import plan_time
 from heedful.plan.workload import Workload, of_ppo
 from heedful.records import Message, Prompt
 from heedful.rollout.engine import ANSWERS_TOGETHER
-from heedful.rollout.experience import partition
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "opt-1.3b": (
@@ -168,15 +168,14 @@ def needed_operations(asked: argparse.Namespace, config: PPOConfig, roles: Roles
     assert roles.reward is not None
     row, answers = asked.prompt_tokens + asked.new_tokens - 1, asked.batch
     read, counted = row * answers, asked.new_tokens * answers
-    cut = partition([row] * answers, config, torch.Generator())
-    is_kept = config.epochs == 1 and sum(map(len, cut)) == 1  # scoring makes the forward that training starts from
     forward = 2 * (policy.trunk * read + policy.head * counted)
     score = 2 * forward + 2 * value.trunk * read  # the reference's too
     score += 2 * trunk_weights(roles.reward.part.base) * (read + 2 * answers)  # whole answers with their ends
     full = config.lora is None
-    train = training_operations(policy, read=read, counted=counted, trunks=1, full=full)
+    is_kept = keeps_forward(config, row)
+    train = training_operations(policy, read=read, counted=counted, trunks=1, full=full, is_kept=is_kept)
     train += training_operations(value, read=read, counted=0, trunks=1, full=full)
-    return {"scoring": score, "training": config.epochs * train - is_kept * forward}
+    return {"scoring": score, "training": config.epochs * train}
 
 
 def decoding_bounds(

@@ -87,6 +87,16 @@ def test_the_operations_that_an_update_needs(tmp_path):
     assert cut == {"scoring": score, "training": 3 * forward + 3 * value}
 
 
+def test_a_forward_that_the_scoring_made_is_not_counted_again():
+    weights = ceilings.Weights(trunk=600, head=400, bytes_each=2)
+    kept = ceilings.training_operations(weights, read=10, counted=5, trunks=2, full=True, is_kept=True)
+    assert kept == 2 * (5 * 600 * 10 + 2 * 400 * 5)  # two backward passes of the policy, all three of the value
+    options = {"prompts_per_step": 4, "micro_batch_tokens": 40}
+    assert ceilings.keeps_forward(PPOConfig(**options), 10) and not ceilings.keeps_forward(PPOConfig(**options), 11)
+    assert not ceilings.keeps_forward(PPOConfig(**options, epochs=2), 10)
+    assert not ceilings.keeps_forward(PPOConfig(**options, minibatches=2), 10)
+
+
 def test_the_bound_of_a_decoding_reads_keys_and_values():
     weights = ceilings.Weights(trunk=600, head=400, bytes_each=2)
     speeds = {"bytes_per_second": 1000.0, "flops": 1e12}
