@@ -161,13 +161,17 @@ def inference(shape: ModelShape, batch: Batch, *, s: int, residual: int, eager: 
     return N * shape.width * (2 * residual + 4) + mask + max(block, scores + 3 * N * shape.attention_width * s)
 
 
-def output_layer(shape: ModelShape, counted_tokens: int, *, s: int, trained: bool, backward: bool) -> int:
+TILES = {"cpu": (512, 2048), "cuda": (2048, 16384)}
+"""``objectives.logprobs.TILES``, which a test compares; that file needs torch."""
+
+
+def output_layer(shape: ModelShape, counted_tokens: int, kind: str, *, s: int, trained: bool, backward: bool) -> int:
     """Log-probabilities of the counted tokens in tiles of C rows and v of the vocabulary (``objectives/logprobs.py``).
 
     Logits C·v in float32 with two more of their size beside them and the weight that makes them, v·D in s bytes. The
     backward makes the gradient of the rows in float32 and, where the weight is trained, its gradient V·D · 4.
     """
-    C, v = min(512, counted_tokens), min(2048, shape.vocabulary)
+    C, v = min(TILES[kind][0], counted_tokens), min(TILES[kind][1], shape.vocabulary)
     rows = counted_tokens * shape.width_of_head
     tile = C * v * (4 + 4 + s) + v * shape.width_of_head * (s if s < 4 else 0)
     if not backward:

@@ -204,7 +204,7 @@ def training_parts(model: Model, batch: Batch, setup: Setup) -> dict[str, int]:
     layer = activations.layer(shape, batch, model.training, s=s, eager=eager)
     working = activations.working(shape, batch, s=s, eager=eager)
     head = 0 if model.scalar else activations.output_layer(
-        shape, batch.counted_tokens, s=s, trained=full, backward=True
+        shape, batch.counted_tokens, setup.machine.kind, s=s, trained=full, backward=True
     )  # fmt: skip
     of_embedding = shape.num_embedding * FLOAT32 * (2 if shape.tied and not model.scalar else 1) if full else 0
     there_at_start = gradients if batch.num_per_step > 1 else 0
@@ -229,7 +229,8 @@ def _scoring(setup: Setup, models: list[Model], batch: Batch) -> dict[str, int]:
         trunk = activations.inference(model.shape, batch, s=s, residual=residual, eager=setup.eager)
         cast = model.cast_bytes if s < FLOAT32 else 0
         head = 0 if model.scalar else activations.output_layer(
-            model.shape, batch.counted_tokens, s=s, trained=model.output_bytes == FLOAT32, backward=False
+            model.shape, batch.counted_tokens, setup.machine.kind, s=s, trained=model.output_bytes == FLOAT32,
+            backward=False,
         )  # fmt: skip
         found.append({"casts of weights": cast, "activations": trunk} if trunk + cast > head else
                      {"logits and output layer": head})  # fmt: skip

@@ -11,8 +11,9 @@ import transformers
 
 from heedful.models.load import silence_dropout
 from heedful.models.lora import add_lora
+from heedful.objectives import logprobs
 from heedful.objectives.logprobs import token_logprobs
-from heedful.plan.activations import Batch, Training, layer, output_layer, trunk
+from heedful.plan.activations import TILES, Batch, Training, layer, output_layer, trunk
 from heedful.plan.shape import NAMED, shape_of
 
 ROWS, TOKENS, VOCABULARY = 3, 40, 96
@@ -106,8 +107,12 @@ def test_the_output_layer_grows_no_further_than_a_tile():
     shape = NAMED["qwen2.5-1.5b"]
 
     def bytes_of(tokens, **changes):
-        return output_layer(dataclasses.replace(shape, **changes), tokens, s=2, trained=False, backward=True)
+        return output_layer(dataclasses.replace(shape, **changes), tokens, "cpu", s=2, trained=False, backward=True)
 
     assert bytes_of(512) > bytes_of(128)
     assert bytes_of(4096) - bytes_of(512) == (2 + 2 + 4) * (4096 - 512) * shape.width  # rows and their gradient
     assert bytes_of(512, vocabulary=2 * shape.vocabulary) == bytes_of(512)
+
+
+def test_the_plan_counts_the_tiles_that_are_used():
+    assert TILES == logprobs.TILES
