@@ -48,7 +48,7 @@ class _Minibatch:
     batches: list[ExperienceBatch]
     denominators: list[float | Tensor]
     """Per micro-batch: the counted tokens of the whole minibatch, or [B, 1] length · number of answers."""
-    policy_forward: PolicyForward | None
+    policy_forward: PolicyForward | None = None
     """Of its only micro-batch, where the scoring kept it"""
 
 
