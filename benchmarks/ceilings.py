@@ -12,7 +12,7 @@ from torch import nn
 
 from heedful.config.ppo import PPOConfig
 from heedful.models.parts import LanguageModel
-from heedful.rollout.experience import partition
+from heedful.rollout.experience import is_single_update, partition
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,7 @@ def training_operations(
 
 def keeps_forward(config: PPOConfig, row_tokens: int) -> bool:
     """Whether the scoring makes the forward that the only update starts from, with rows of up to so many tokens."""
-    cut = partition([row_tokens] * config.samples_per_step, config, torch.Generator())
-    return config.epochs == 1 and sum(map(len, cut)) == 1
+    return is_single_update(partition([row_tokens] * config.samples_per_step, config, torch.Generator()), config)
 
 
 def bound_seconds(

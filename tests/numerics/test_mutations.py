@@ -298,12 +298,20 @@ MUTANTS: dict[str, list[tuple[str, str]]] = {
             "told_apart_PKK = pair_PKK\n    metrics",
         ),
         (
-            "return pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK, ties=ties).any",
-            "return pairs(ranks_PK, mask_PK, ties=ties).any",
+            "return pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK, ties=ties).sum",
+            "return pairs(ranks_PK, mask_PK, ties=ties).sum",
         ),
         (
-            "return pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK, ties=ties).any",
-            "return pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK).any",
+            "return pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK, ties=ties).sum",
+            "return pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK).sum",
+        ),
+        (
+            "return (num_pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK, ties=ties) > 0)",
+            "return (num_pairs(ranks_PK, mask_PK, ties=ties) > 0)",
+        ),
+        (
+            "return (num_pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK, ties=ties) > 0)",
+            "return (num_pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK) > 0)",
         ),
         ("scores_PK.detach())", "scores_PK)"),
         ("torch.where(pair_PKK, scores_PK[:, :, None] - scores_PK[:, None, :], 0.0)", "pair_PKK.float()"),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heedful.models.frozen import is_frozen_product
 from heedful.models.hardware import release_memory
 from heedful.models.lora import is_adapted
 from heedful.models.parts import LanguageModel, Part
@@ -27,7 +28,7 @@ def keep_casts(part: Part) -> None:
     if part.dtype.itemsize >= torch.float32.itemsize or part.adapters is not None or is_adapted(part.model):
         return
     products = _cast_by_forward(part)
-    if isinstance(part, LanguageModel) and _is_frozen_product(part.base.get_output_embeddings()):
+    if isinstance(part, LanguageModel) and is_frozen_product(part.base.get_output_embeddings()):
         products.append(part.base.get_output_embeddings())  # log-probs cast it themselves
     others = set(part.base.modules()).difference(products)
     elsewhere = {id(p) for module in others for p in module.parameters(recurse=False)}
@@ -44,17 +45,9 @@ def _cast_by_forward(part: Part) -> list[Any]:
     def note(layer: nn.Module, _: Any, output: Tensor) -> None:
         is_cast[layer] = is_cast.get(layer, True) and output.dtype == part.dtype
 
-    hooks = [m.register_forward_hook(note) for m in part.base.base_model.modules() if _is_frozen_product(m)]
+    hooks = [m.register_forward_hook(note) for m in part.base.base_model.modules() if is_frozen_product(m)]
     if hooks:
         part.hidden_after(torch.zeros(1, 2, dtype=torch.int64, device=part.device))
     for hook in hooks:
         hook.remove()
     return [layer for layer, cast in is_cast.items() if cast]
-
-
-def _is_frozen_product(module: Any) -> bool:
-    """A linear layer, or GPT-2's transposed one."""
-    from transformers.pytorch_utils import Conv1D
-
-    # type, not isinstance: what derives from a linear layer may do more than a product
-    return type(module) in (nn.Linear, Conv1D) and not module.weight.requires_grad

@@ -67,6 +67,18 @@ class FrozenLinear(nn.Module, ABC):
         """x Wᵀ; autograd's own would keep a float copy of every weight until the backward pass."""
 
 
+def is_product(module: Any) -> bool:
+    """A linear layer, or GPT-2's transposed one."""
+    from transformers.pytorch_utils import Conv1D
+
+    return type(module) in (nn.Linear, Conv1D)  # not isinstance: what derives from one may do more than a product
+
+
+def is_frozen_product(module: Any) -> bool:
+    """One that is never trained."""
+    return is_product(module) and not module.weight.requires_grad
+
+
 def is_quantised(model: nn.Module) -> bool:
     """Whether some layer of the model is held in few bits."""
     return any(isinstance(module, FrozenLinear) for module in model.modules())

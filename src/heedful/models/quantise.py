@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from heedful.batches import TokenBatch
 from heedful.errors import ModelError
-from heedful.models.frozen import FrozenLinear, is_quantised
+from heedful.models.frozen import FrozenLinear, is_frozen_product, is_quantised
 from heedful.models.hardware import release_memory
 from heedful.models.int8 import Int8Linear
 from heedful.models.nf4 import Nf4Linear
@@ -43,14 +43,10 @@ ANSWERS = ("Yes.", "No, I would rather not say that today.", "It depends: some d
 
 def quantise(part: Part, form: Form) -> None:
     """Hold the frozen matrix products of the part's trunk in few bits, in place; once for parts on one trunk."""
-    from transformers.pytorch_utils import Conv1D
-
     trunk = part.base.base_model
     for name, module in list(trunk.named_modules()):
-        # type, not isinstance: what derives from a linear layer may do more than a product
-        if type(module) not in (nn.Linear, Conv1D) or module.weight.requires_grad or ".lora_" in f".{name}":
-            continue
-        trunk.set_submodule(name, _LAYERS[form](module))
+        if is_frozen_product(module) and ".lora_" not in f".{name}":
+            trunk.set_submodule(name, _LAYERS[form](module))
     release_memory()
 
 

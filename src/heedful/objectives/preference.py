@@ -174,7 +174,7 @@ def num_prompts(
     ties: Ties = "skip",
 ) -> Int[Tensor, ""]:
     """How many prompts have at least one pair: the denominator of :func:`ranking`, to be summed over the step."""
-    return pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK, ties=ties).any(dim=2).any(dim=1).sum()
+    return (num_pairs(ranks_PK, mask_PK, targets_PKK=targets_PKK, ties=ties) > 0).sum()
 
 
 def num_pairs(

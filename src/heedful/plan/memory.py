@@ -28,15 +28,12 @@ MOMENTS = 8
 """Bytes of AdamW's two float32 moments per trained parameter."""
 DECODED_TOGETHER = 64
 """Answers that the engine decodes at once (``rollout.engine.ANSWERS_TOGETHER``)."""
-
-
 HEAP_FULL, HEAP_ADAPTERS, HEAP_RANKINGS = 0.2, 0.45, 0.6
 """On a CPU glibc leaves holes between the tensors that a forward keeps, where casts and gradients were; a share of the
 activations, measured. The adapters' float32 copies of their inputs make larger ones, and so do packed rankings,
 of which no two batches have one shape."""
 HEAP_MERGE = 0.35
 """The same for weights that are merged one after the other."""
-
 
 
 def plan_memory(setup: Setup) -> list[StagePlan]:

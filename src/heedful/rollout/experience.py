@@ -77,6 +77,11 @@ def partition(lengths: Sequence[int], config: PPOConfig, generator: torch.Genera
     return cut
 
 
+def is_single_update(cut: Partition, config: PPOConfig) -> bool:
+    """Whether the step is one update of one micro-batch, whose forward the scoring has made already."""
+    return config.epochs == 1 and sum(map(len, cut)) == 1
+
+
 def select(batch: ExperienceBatch, rows: Sequence[int]) -> ExperienceBatch:
     """The given rows, cut to the longest of them."""
     index = torch.tensor(rows)
@@ -134,7 +139,7 @@ def build_experience(
     first = partition(lengths, config, generator)
     streams: dict[str, Tensor] = {}
     cut = [rows for minibatch in first for rows in minibatch]
-    keep_graph = keep_graph and config.epochs == 1 and len(cut) == 1
+    keep_graph = keep_graph and is_single_update(first, config)
     policy_forward = None
     for rows in cut:
         part = select_tokens(tokens, rows)

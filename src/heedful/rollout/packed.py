@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heedful.models.frozen import is_product
+
 GROUPED = "heedful_grouped"
 
 
@@ -74,12 +76,10 @@ def can_pack() -> bool:
 
 def pack_layers(model: nn.Module) -> int:
     """Put an empty :class:`PackedLinear` in the place of every linear layer (GPT-2's too); how many there are."""
-    from transformers.pytorch_utils import Conv1D
-
     found = [
         (name, module)
         for name, module in model.named_modules()
-        if type(module) in (nn.Linear, Conv1D) and module.weight.dtype == torch.bfloat16  # some are kept in float32
+        if is_product(module) and module.weight.dtype == torch.bfloat16  # some are kept in float32
     ]
     for name, module in found:
         parent, _, child = name.rpartition(".")

@@ -99,38 +99,6 @@ def test_a_weight_that_is_not_finite_is_refused() -> None:
         to_int8(torch.tensor([[1.0, float("inf")]]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["linear", "bias", "conv"])
-def test_it_computes_and_differentiates_as_a_layer_of_its_weights(kind: str, dtype: torch.dtype) -> None:
-    layer: Any = Conv1D(24, 16) if kind == "conv" else nn.Linear(16, 24, bias=kind == "bias")
-    layer.requires_grad_(False)
-    if kind == "conv":
-        layer.bias.normal_()
-    ours = Int8Linear(layer)
-    layer.weight.copy_(ours.dequantised())
-    x = torch.randn(2, 5, 16, requires_grad=True)
-    gradient = torch.randn(2, 5, 24)
-    found = []
-    for module in (layer, ours):
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-            y = module(x)
-        found.append((y.float(), *torch.autograd.grad(y, x, gradient.to(y.dtype))))
-        assert y.dtype == dtype
-    for a, b in zip(*found, strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=2e-6 if dtype == torch.float32 else 0.03)
-
-
-def test_no_float_copy_of_a_weight_waits_for_the_backward() -> None:
-    layers = nn.Sequential(*[Int8Linear(nn.Linear(16, 16, bias=False).requires_grad_(False)) for _ in range(3)])
-    kept: list[torch.Tensor] = []
-    x = torch.randn(2, 16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        layers(x).sum().backward()
-    assert kept and all(t.dtype in (torch.int8, torch.bfloat16) for t in kept)
-    assert {t.data_ptr() for t in kept} == {b.data_ptr() for b in layers.buffers()}
-    assert x.grad is not None and bool(x.grad.any())
-
-
 # The parts.
 
 

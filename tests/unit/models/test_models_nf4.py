@@ -119,39 +119,6 @@ def test_a_weight_that_is_not_finite_is_refused(bad: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["linear", "bias", "conv"])
-def test_it_computes_and_differentiates_as_a_layer_of_its_weights(kind: str, dtype: torch.dtype) -> None:
-    layer: Any = Conv1D(24, 17) if kind == "conv" else nn.Linear(17, 24, bias=kind == "bias")
-    layer.requires_grad_(False)
-    if kind == "conv":
-        layer.bias.normal_()
-    ours = Nf4Linear(layer)
-    assert ours.is_made_of(layer.weight) and not ours.is_made_of(layer.weight + 0.1)
-    assert not ours.is_made_of(layer.weight.T)
-    layer.weight.copy_(ours.dequantised())
-    x = torch.randn(2, 5, 17, requires_grad=True)
-    gradient = torch.randn(2, 5, 24)
-    found = []
-    for module in (layer, ours):
-        with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
-            y = module(x)
-        found.append((y.float(), *torch.autograd.grad(y, x, gradient.to(y.dtype))))
-        assert y.dtype == dtype
-    for a, b in zip(*found, strict=True):
-        assert torch.allclose(a, b, rtol=0, atol=1e-6 if dtype == torch.float32 else 0.03)
-
-
-def test_only_bytes_wait_for_the_backward() -> None:
-    layers = nn.Sequential(*[Nf4Linear(nn.Linear(16, 16, bias=False).requires_grad_(False)) for _ in range(3)])
-    kept: list[torch.Tensor] = []
-    x = torch.randn(2, 16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        layers(x).sum().backward()
-    assert {t.data_ptr() for t in kept} == {b.data_ptr() for b in layers.buffers()}
-    assert x.grad is not None and bool(x.grad.any())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_held(dtype: torch.dtype, folder: Any) -> None:
     path = folder(hidden_size=64, intermediate_size=256)
     bytes_of = []
