@@ -16,6 +16,7 @@ The rooms, in import order (a room imports only from rooms above it):
     control     knobs that move
     plan        will it fit: memory and time by arithmetic
     evaluate    is it better: accuracy, gold score, win rate
+    annotate    people rank answers: web app, tables, queue, quality control
     train       the loops: SFT, reward model, PPO
     audit       what a reward model likes that it should not
     report      tell people: one HTML file

@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 ORDER = [
     "errors", "records", "batches", "config", "runs", "objectives", "data", "models", "rollout", "control", "plan",
-    "evaluate", "train", "audit", "report", "pipeline", "cli",
+    "evaluate", "annotate", "train", "audit", "report", "pipeline", "cli",
 ]  # fmt: skip
 """The rooms in import order, as in the package docstring and the README map."""
 
