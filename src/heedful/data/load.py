@@ -79,6 +79,7 @@ def load(
     on_bad_row: str = "error",
     split: str | None = None,
     keep_ties: bool = False,
+    keep_unranked: bool = False,
 ) -> Loaded:
     """Read a file (or hub data set) into records.
 
@@ -90,6 +91,7 @@ def load(
             reason. Rows without a preference (ties, identical answers) are dropped and counted in both modes.
         split: of a hub data set.
         keep_ties: keep rankings whose answers are all tied.
+        keep_unranked: keep rankings that nobody has judged yet: what people are to rank.
 
     Raises:
         DataError: naming file, line, field and what to do; also when no row is left.
@@ -123,7 +125,9 @@ def load(
         raise DataError(f"{path}: {error}") from None
     if kind not in (None, "prompts", found.kind):
         raise DataError(f"{path}: the file holds {found.kind} (format {found.name}), but {kind} are needed here")
-    records = list(_records(path, found, chain(sample, rows), drops, None if named else sample, keep_ties))
+    keep_unranked = keep_unranked or kind == "prompts"
+    refusing = None if named else sample
+    records = list(_records(path, found, chain(sample, rows), drops, refusing, keep_ties, keep_unranked))
     if kind == "prompts" and found.kind != "prompts":
         records = list(_as_prompts(records, drops))
     if not records:
@@ -142,7 +146,13 @@ def _nothing_left(path: str | Path, num_read: int, drops: _Drops) -> DataError:
 
 
 def _records(
-    path: str | Path, found: Format, rows: Iterable[Row], drops: _Drops, sample: list[Row] | None, keep_ties: bool
+    path: str | Path,
+    found: Format,
+    rows: Iterable[Row],
+    drops: _Drops,
+    sample: list[Row] | None,
+    keep_ties: bool,
+    keep_unranked: bool,
 ) -> Iterator[Loadable]:
     """Records of the rows that can be used; ``sample`` is given when other formats are to be refused by name."""
     keys = registry.usual_keys(sample, found) if sample is not None else frozenset()
@@ -164,12 +174,20 @@ def _records(
     for row in found.join(fitting()) if found.join else fitting():
         try:
             record = found.parse(row.data)
-            must_prefer = isinstance(record, Ranking) and record.gold is None and not keep_ties
-            if must_prefer and len(set(consensus(cast(Ranking, record)).values())) < 2:
-                raise BadRow("all_tied", "all answers are tied, so the row prefers nothing")
+            if isinstance(record, Ranking) and record.gold is None:
+                _check_preference(record, keep_ties, keep_unranked)
             yield _with_own_id(record, row, seen)
         except BadRow as bad:
             drops.add(row.line, bad)
+
+
+def _check_preference(ranking: Ranking, keep_ties: bool, keep_unranked: bool) -> None:
+    """Raises BadRow when a ranking prefers nothing and is not wanted all the same."""
+    if not any(len(ranks) > 1 for ranks in (*(j.ranks for j in ranking.rankings), ranking.consensus or {})):
+        if not keep_unranked:
+            raise BadRow("missing_ranks", "no judgement and no consensus ranks two answers")
+    elif not keep_ties and len(set(consensus(ranking).values())) < 2:
+        raise BadRow("all_tied", "all answers are tied, so the row prefers nothing")
 
 
 def _with_own_id(record: Loadable, row: Row, seen: dict[str, int]) -> Loadable:
@@ -205,10 +223,17 @@ def _as_prompts(records: Iterable[Loadable], drops: _Drops) -> Iterator[Prompt]:
 
 
 def load_rankings(
-    path: str | Path, *, format: str = "auto", on_bad_row: str = "error", keep_ties: bool = False
+    path: str | Path,
+    *,
+    format: str = "auto",
+    on_bad_row: str = "error",
+    keep_ties: bool = False,
+    keep_unranked: bool = False,
 ) -> list[Ranking]:
     """The rankings of a file; see :func:`load`."""
-    loaded = load(path, kind="rankings", format=format, on_bad_row=on_bad_row, keep_ties=keep_ties)
+    loaded = load(
+        path, kind="rankings", format=format, on_bad_row=on_bad_row, keep_ties=keep_ties, keep_unranked=keep_unranked
+    )
     return cast(list[Ranking], loaded.records)
 
 

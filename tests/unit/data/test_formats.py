@@ -431,6 +431,16 @@ def test_ANN_04_other_forms_are_refused_by_name(tmp_path: Path, changes: dict[st
         load(path, on_bad_row="skip")
 
 
+def test_what_people_are_yet_to_rank_is_read_where_it_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    tied = master(group_id="t", consensus={"a": 1, "b": 1, "c": 1})
+    write_jsonl(path, [master(), tied])
+    loaded = load(path, keep_unranked=True)
+    assert [r.group_id for r in loaded.records] == ["g"] and loaded.dropped == {"all_tied": 1}
+    assert len(load(path, keep_unranked=True, keep_ties=True).records) == 2
+    assert [p.id for p in load(path, kind="prompts").records] == ["g"]  # a prompt needs no preference
+
+
 @pytest.mark.parametrize(
     ("written", "read"), [("1", 1), ("1.0", 1), ("10", 10), ("1 ", 1), ("10/10", 10), ("٣", 3), (7, 7), (2.5, 2.5)]
 )

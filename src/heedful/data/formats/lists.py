@@ -79,9 +79,6 @@ def _parse_master(row: Fields) -> Ranking:
     for pair in listing(data, "gold") if data.get("gold") else ():
         if not isinstance(pair, list | tuple) or len(pair) != 2 or len(seen & {*map(str, pair)}) < 2:
             raise BadRow("bad_gold", f"field 'gold' has {pair!r:.60} where a [better, worse] pair of answer ids is due")
-    ranked = [*(j["ranks"] for j in judgements), data.get("consensus") or {}]
-    if not data.get("gold") and not any(len(ranks) > 1 for ranks in ranked):
-        raise BadRow("missing_ranks", "no judgement and no consensus ranks two answers")
     try:
         return Ranking.from_json(data)
     except DataError as error:
