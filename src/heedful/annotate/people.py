@@ -1,0 +1,400 @@
+"""Who takes part: accounts, logins, tokens of programs, invitations, exclusions, and how somebody is forgotten.
+
+Everything secret is random or Argon2id; the database holds hashes only. Every change is in the trail, by pseudonym:
+a name stands in one place, so that :func:`forget` can remove it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import unicodedata
+
+from sqlalchemy import delete, func, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from heedful.annotate import passwords, trail
+from heedful.annotate.project import COMMAND_LINE
+from heedful.annotate.settings import Settings
+from heedful.annotate.tables import ApiToken, Assignment, Exclusion, Invitation, Login, Person, Submission
+from heedful.errors import DataError
+
+ROLES = ("annotator", "reviewer", "admin")
+"""Each may do what the ones before it may: rank; read reports and exports; run the project."""
+SCOPES = ("annotate", "export")
+NO_INVITATION = "This invitation has been used or has expired; ask for a new one."
+
+
+def role_allows(role: str, needed: str) -> bool:
+    """Whether a person of ``role`` may do what ``needed`` may."""
+    return ROLES.index(role) >= ROLES.index(needed)
+
+
+def digest(token: str) -> str:
+    """What the database keeps of a token: its SHA-256. Tokens are 256 random bits, so no salt and no stretching."""
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+# --- accounts -------------------------------------------------------------------------------------------------------
+
+
+def create_person(
+    session: Session, name: str, password: str, role: str, now: float, *, by: Person | None = None, request_id: str = ""
+) -> Person:
+    """A new account; ``by`` None is the command line.
+
+    Raises:
+        DataError: the name is taken or cannot be one, the password is weak, or the role is unknown.
+    """
+    if role not in ROLES:
+        raise DataError(f"role {role!r}: give one of {', '.join(ROLES)}")
+    name = _clean(name)
+    passwords.check(name, password)
+    if by_name(session, name) is not None:
+        raise DataError("This name is taken.")
+    person = Person(
+        name=name, pseudonym=f"rater-{secrets.token_hex(5)}", role=role, created_at=now,
+        password_hash=passwords.make_hash(password),
+    )  # fmt: skip
+    session.add(person)
+    try:
+        session.flush()
+    except IntegrityError as error:  # the same name at the same moment
+        raise DataError("This name is taken.") from error
+    _record(session, "create person", person, by, now, request_id, after={"role": role})
+    return person
+
+
+def by_name(session: Session, name: str) -> Person | None:
+    """The account of that name."""
+    try:
+        return session.scalar(select(Person).where(Person.name == _clean(name)))
+    except DataError:
+        return None  # nobody can be called that
+
+
+def by_pseudonym(session: Session, pseudonym: str) -> Person | None:
+    """Whoever has that pseudonym, forgotten or not."""
+    return session.scalar(select(Person).where(Person.pseudonym == pseudonym))
+
+
+def set_password(
+    session: Session, person: Person, password: str, now: float, *, by: Person | None = None, request_id: str = ""
+) -> None:
+    """Replace the password and end every login of the person.
+
+    Raises:
+        DataError: the password is weak, or the person has been deleted.
+    """
+    if person.name is None:
+        raise DataError(f"{person.pseudonym} has been deleted")
+    passwords.check(person.name, password)
+    person.password_hash = passwords.make_hash(password)
+    session.execute(delete(Login).where(Login.person_id == person.id))
+    _record(session, "change password", person, by, now, request_id)
+
+
+def set_role(
+    session: Session, person: Person, role: str, now: float, *, by: Person | None = None, request_id: str = ""
+) -> None:
+    """Change what the person may do.
+
+    Raises:
+        DataError: the role is unknown, or no admin would be left.
+    """
+    if role not in ROLES:
+        raise DataError(f"role {role!r}: give one of {', '.join(ROLES)}")
+    if role != "admin":
+        _keep_an_admin(session, person)
+    before, person.role = person.role, role
+    _record(session, "change role", person, by, now, request_id, before={"role": before}, after={"role": role})
+
+
+def disable(session: Session, person: Person, now: float, *, by: Person | None = None, request_id: str = "") -> None:
+    """No login and no token works from now on; the work stays.
+
+    Raises:
+        DataError: no admin would be left.
+    """
+    _keep_an_admin(session, person)
+    person.disabled_at = now if person.disabled_at is None else person.disabled_at
+    session.execute(delete(Login).where(Login.person_id == person.id))
+    _record(session, "disable person", person, by, now, request_id)
+
+
+def enable(session: Session, person: Person, now: float, *, by: Person | None = None, request_id: str = "") -> None:
+    """Undo :func:`disable`.
+
+    Raises:
+        DataError: the person has been deleted.
+    """
+    if person.deleted_at is not None:
+        raise DataError(f"{person.pseudonym} has been deleted")
+    person.disabled_at = None
+    _record(session, "enable person", person, by, now, request_id)
+
+
+def forget(
+    session: Session, person: Person, now: float, *, with_reasons: bool = False, by: Person | None = None,
+    request_id: str = "",
+) -> None:  # fmt: skip
+    """Delete a person: name, password, language, logins, tokens, drafts and notes go; rankings stay under the
+    pseudonym. ``with_reasons`` also empties the free texts beside the rankings.
+
+    Raises:
+        DataError: no admin would be left.
+    """
+    _keep_an_admin(session, person)
+    person.name = person.password_hash = person.language = None
+    person.deleted_at = now if person.deleted_at is None else person.deleted_at
+    person.disabled_at = now if person.disabled_at is None else person.disabled_at
+    for table in (Login, ApiToken):
+        session.execute(delete(table).where(table.person_id == person.id))
+    theirs = Assignment.person_id == person.id
+    session.execute(update(Assignment).where(theirs).values(draft=None, skip_note=""))
+    session.execute(
+        update(Assignment).where(theirs, Assignment.state == "leased").values(state="expired", ended_at=now)
+    )
+    if with_reasons:
+        of_theirs = select(Assignment.id).where(theirs)
+        session.execute(update(Submission).where(Submission.assignment_id.in_(of_theirs)).values(reason=""))
+    _record(session, "forget person", person, by, now, request_id, after={"with_reasons": with_reasons})
+
+
+# --- passwords and logins -------------------------------------------------------------------------------------------
+
+
+def check_login(session: Session, name: str, password: str, now: float) -> Person | None:
+    """The person, if name and password fit and the account is open. An unknown name takes as long as a wrong
+    password: one Argon2 verification either way."""
+    person = by_name(session, name)
+    known = person.password_hash if person is not None else None
+    fits = passwords.fits(password, known or passwords.nobodys())
+    if person is None or known is None or not fits or person.disabled_at is not None:
+        return None
+    return person
+
+
+def check_password(person: Person, password: str) -> bool:
+    """Whether it is this person's password, for somebody who is logged in and changes it."""
+    return person.password_hash is not None and passwords.fits(password, person.password_hash)
+
+
+def open_login(
+    session: Session, person: Person, now: float, *, old_token: str | None = None, request_id: str = ""
+) -> str:
+    """A new token for the cookie; the browser's former login, if any, ends."""
+    token = secrets.token_urlsafe(32)
+    if old_token is not None:
+        session.execute(delete(Login).where(Login.token_hash == digest(old_token)))
+    session.add(Login(token_hash=digest(token), person_id=person.id, created_at=now, seen_at=now))
+    _record(session, "log in", person, person, now, request_id)
+    return token
+
+
+def person_of_login(session: Session, token: str, settings: Settings, now: float) -> tuple[Login, Person] | None:
+    """Who the cookie belongs to; None when it is unknown, idle for too long, too old, or the account is closed."""
+    login = session.scalar(select(Login).where(Login.token_hash == digest(token)))
+    if login is None:
+        return None
+    idle_seconds = settings.session_hours * 3600
+    if now - login.seen_at > idle_seconds or now - login.created_at > 10 * idle_seconds:
+        return None
+    person = session.get(Person, login.person_id)
+    return None if person is None or person.disabled_at is not None else (login, person)
+
+
+def touch_login(session: Session, login_id: int, settings: Settings, now: float) -> None:
+    """Write down that the login was used, and sweep away those that have ended."""
+    idle_seconds = settings.session_hours * 3600
+    session.execute(update(Login).where(Login.id == login_id).values(seen_at=now))
+    session.execute(
+        delete(Login).where((Login.seen_at < now - idle_seconds) | (Login.created_at < now - 10 * idle_seconds))
+    )
+
+
+def close_login(session: Session, token: str, now: float, *, request_id: str = "") -> None:
+    """End this login; its cookie is worth nothing from now on."""
+    login = session.scalar(select(Login).where(Login.token_hash == digest(token)))
+    if login is not None:
+        _record(session, "log out", login.person, login.person, now, request_id)
+        session.delete(login)
+
+
+def close_logins(session: Session, person: Person, now: float, *, by: Person | None, request_id: str = "") -> None:
+    """End every login of the person, on all devices."""
+    session.execute(delete(Login).where(Login.person_id == person.id))
+    _record(session, "log out everywhere", person, by, now, request_id)
+
+
+# --- invitations ----------------------------------------------------------------------------------------------------
+
+
+def invite(
+    session: Session, role: str, now: float, *, days: float = 7.0, by: Person | None = None, request_id: str = ""
+) -> str:
+    """The token of a link that makes one account.
+
+    Raises:
+        DataError: the role is unknown, or the days are not between 0 and 90.
+    """
+    if role not in ROLES:
+        raise DataError(f"role {role!r}: give one of {', '.join(ROLES)}")
+    if not 0 < days <= 90:
+        raise DataError(f"{days:g} days: an invitation lasts up to 90")
+    token = secrets.token_urlsafe(32)
+    session.add(
+        Invitation(
+            token_hash=digest(token), role=role, created_by_id=by.id if by else None, created_at=now,
+            expires_at=now + days * 86400,
+        )
+    )  # fmt: skip
+    who = by.pseudonym if by else COMMAND_LINE
+    trail.record(
+        session, who=who, action="invite", object=f"invitation {digest(token)[:8]}",
+        after={"role": role, "days": days}, request_id=request_id, now=now,
+    )  # fmt: skip
+    return token
+
+
+def open_invitation(session: Session, token: str, now: float) -> Invitation | None:
+    """The invitation, if it is neither used nor expired."""
+    found = session.scalar(select(Invitation).where(Invitation.token_hash == digest(token)))
+    return None if found is None or found.used_at is not None or found.expires_at < now else found
+
+
+def join(session: Session, token: str, name: str, password: str, now: float, *, request_id: str = "") -> Person:
+    """The account that the invitation makes.
+
+    Raises:
+        DataError: the invitation is used, expired or unknown, or name or password cannot be taken.
+    """
+    invitation = open_invitation(session, token, now)
+    if invitation is None:
+        raise DataError(NO_INVITATION)
+    taken = update(Invitation).where(Invitation.id == invitation.id, Invitation.used_at.is_(None)).values(used_at=now)
+    if session.execute(taken).rowcount != 1:  # type: ignore[attr-defined]
+        raise DataError(NO_INVITATION)
+    person = create_person(session, name, password, invitation.role, now, request_id=request_id)
+    session.execute(update(Invitation).where(Invitation.id == invitation.id).values(used_by_id=person.id))
+    return person
+
+
+# --- tokens of programs ---------------------------------------------------------------------------------------------
+
+
+def create_token(
+    session: Session, person: Person, scope: str, now: float, *, days: float = 30.0, by: Person | None = None,
+    request_id: str = "",
+) -> str:  # fmt: skip
+    """A token for a program that acts as this person; shown this once.
+
+    Raises:
+        DataError: the scope is unknown or not the person's to give, or the days are not between 0 and 366.
+    """
+    if scope not in SCOPES:
+        raise DataError(f"scope {scope!r}: give one of {', '.join(SCOPES)}")
+    if scope == "export" and not role_allows(person.role, "reviewer"):
+        raise DataError("A token that reads results is for reviewers and admins.")
+    if not 0 < days <= 366:
+        raise DataError(f"{days:g} days: a token lasts up to 366")
+    token = f"heed_{secrets.token_urlsafe(32)}"
+    made = ApiToken(
+        prefix=token[:12], token_hash=digest(token), person_id=person.id, scope=scope, created_at=now,
+        expires_at=now + days * 86400,
+    )  # fmt: skip
+    session.add(made)
+    _record(session, "create token", person, by, now, request_id, after={"prefix": made.prefix, "scope": scope})
+    return token
+
+
+def revoke_token(
+    session: Session, person: Person, prefix: str, now: float, *, by: Person | None = None, request_id: str = ""
+) -> bool:
+    """End the person's tokens that begin so; False when there is none."""
+    theirs = (ApiToken.person_id == person.id, ApiToken.prefix == prefix, ApiToken.revoked_at.is_(None))
+    done = session.execute(update(ApiToken).where(*theirs).values(revoked_at=now)).rowcount  # type: ignore[attr-defined]
+    if done:
+        _record(session, "revoke token", person, by, now, request_id, before={"prefix": prefix})
+    return bool(done)
+
+
+def person_of_token(session: Session, token: str, scope: str, now: float) -> Person | None:
+    """Whose token it is, if it is good for ``scope`` now."""
+    found = session.scalar(select(ApiToken).where(ApiToken.token_hash == digest(token), ApiToken.scope == scope))
+    if found is None or found.revoked_at is not None or found.expires_at < now:
+        return None
+    person = session.get(Person, found.person_id)
+    if person is None or person.disabled_at is not None:
+        return None
+    return person if scope != "export" or role_allows(person.role, "reviewer") else None
+
+
+# --- exclusion ------------------------------------------------------------------------------------------------------
+
+
+def live_exclusion(session: Session, person: Person) -> Exclusion | None:
+    """The exclusion in force, if the person's work is left out at present."""
+    return session.scalar(select(Exclusion).where(Exclusion.person_id == person.id, Exclusion.lifted_at.is_(None)))
+
+
+def exclude(
+    session: Session, person: Person, reason: str, now: float, *, by: Person | None = None, request_id: str = ""
+) -> Exclusion:
+    """Leave the person's work out of views and exports; nothing is deleted, and the person may go on.
+
+    Raises:
+        DataError: no reason is given, or the work is left out already.
+    """
+    reason = reason.strip()
+    if not 3 <= len(reason) <= 2000:
+        raise DataError("Say why, in 3 to 2,000 characters; the data card repeats it.")
+    if live_exclusion(session, person) is not None:
+        raise DataError(f"The work of {person.pseudonym} is left out already.")
+    made = Exclusion(person_id=person.id, by_id=by.id if by else None, reason=reason, created_at=now)
+    session.add(made)
+    _record(session, "exclude person", person, by, now, request_id, after={"reason": reason})
+    return made
+
+
+def reinstate(session: Session, person: Person, now: float, *, by: Person | None = None, request_id: str = "") -> None:
+    """Lift the exclusion: views and exports have the work again.
+
+    Raises:
+        DataError: the person's work is not left out.
+    """
+    found = live_exclusion(session, person)
+    if found is None:
+        raise DataError(f"The work of {person.pseudonym} is not left out.")
+    found.lifted_at, found.lifted_by_id = now, by.id if by else None
+    _record(session, "reinstate person", person, by, now, request_id, before={"reason": found.reason})
+
+
+# --- inside ---------------------------------------------------------------------------------------------------------
+
+
+def _record(
+    session: Session, action: str, person: Person, by: Person | None, now: float, request_id: str, *,
+    before: dict[str, object] | None = None, after: dict[str, object] | None = None,
+) -> None:  # fmt: skip
+    who = by.pseudonym if by else COMMAND_LINE
+    trail.record(
+        session, who=who, action=action, object=person.pseudonym, before=before, after=after,
+        request_id=request_id, now=now,
+    )  # fmt: skip
+
+
+def _keep_an_admin(session: Session, person: Person) -> None:
+    if person.role != "admin" or person.disabled_at is not None:
+        return
+    open_admins = select(func.count()).select_from(Person).where(Person.role == "admin", Person.disabled_at.is_(None))
+    if session.scalar(open_admins) == 1:
+        raise DataError("This is the last admin; make another one first.")
+
+
+def _clean(name: str) -> str:
+    name = unicodedata.normalize("NFKC", name).strip()
+    if not 1 <= len(name) <= 64 or not name.isprintable():
+        raise DataError("A name has 1 to 64 characters, all of them visible.")
+    return name
