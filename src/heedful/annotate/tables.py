@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, CheckConstraint, ForeignKey, Index, String, Text, UniqueConstraint
+from sqlalchemy import JSON, CheckConstraint, Double, ForeignKey, Index, String, Text, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 
 class Table(DeclarativeBase):
     """Base of all tables."""
 
-    type_annotation_map = {dict[str, Any]: JSON, list[Any]: JSON}
+    type_annotation_map = {
+        dict[str, Any]: JSON(none_as_null=True),
+        list[Any]: JSON(none_as_null=True),
+        float: Double(),
+    }
 
 
 class Guideline(Table):
@@ -49,6 +53,8 @@ class Item(Table):
     place: Mapped[int] = mapped_column(index=True)
     """In the queue: a hash of the group id, so that the order tells nothing"""
     created_at: Mapped[float]
+    brought: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    """What the master file said of the item when it came: rankings, consensus, ratings, where not empty"""
     answers: Mapped[list[Answer]] = relationship(back_populates="item", order_by="Answer.position")
     gold_pairs: Mapped[list[GoldPair]] = relationship()
 
@@ -177,6 +183,7 @@ class Assignment(Table):
         UniqueConstraint("item_id", "person_id", "repetition"),
         CheckConstraint("state in ('leased', 'submitted', 'skipped', 'expired')", name="state_known"),
         Index("assignment_by_item_state", "item_id", "state"),
+        Index("assignment_by_lease", "state", "lease_until"),
     )
 
 

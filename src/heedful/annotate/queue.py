@@ -1,0 +1,246 @@
+"""Which item a person ranks next: one atomic claim, with leases, control items, repetitions and quotas.
+
+An item is open as long as fewer people than its overlap hold or have ranked it. Work of people who are excluded at
+present does not count, so that their items are handed out again.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, and_, case, exists, func, select, update
+from sqlalchemy.orm import Session, aliased, joinedload, selectinload
+
+from heedful.annotate.project import hashed
+from heedful.annotate.settings import Settings
+from heedful.annotate.tables import Answer, Assignment, Exclusion, Item, Person, Shown
+
+TAKEN = ("leased", "submitted")
+_RANDOM = secrets.SystemRandom()
+
+
+def claim_next(session: Session, person: Person, settings: Settings, now: float) -> Assignment | None:
+    """The item that the person shall rank now, leased to them; None when nothing is left. Inside ``writing()``.
+
+    In this order: what the person holds; what their lease ran out on, as long as it is needed; a control item or an
+    item of their own when one is due; else an open item they never had. An excluded person is given nothing.
+
+    Control items and repetitions come at the settings' rates, at places drawn anew for every person and never first,
+    so that nobody can tell them by their place.
+    """
+    session.execute(select(Person.id).where(Person.id == person.id).with_for_update(key_share=True))
+    if _is_excluded(session, person):
+        return None
+    release_expired(session, now)
+    held: Assignment | None = session.scalars(
+        _mine(person).where(Assignment.state == "leased").order_by(Assignment.id)
+    ).first()
+    if held is not None:
+        return held
+    until = now + 60 * settings.lease_minutes
+    return _resume(session, person, now, until) or _claim_new(session, person, settings, now, until)
+
+
+def _claim_new(session: Session, person: Person, settings: Settings, now: float, until: float) -> Assignment | None:
+    given, num_gold, num_repeats = session.execute(
+        select(
+            func.count(Assignment.id),
+            func.count(case((Item.is_gold.is_(True), 1))),
+            func.count(case((Assignment.repetition > 0, 1))),
+        )
+        .join(Item)
+        .where(Assignment.person_id == person.id)
+    ).one()
+    item_id, repetition = None, 0
+    if is_due(f"{person.pseudonym} gold", num_gold, given, settings.gold_rate):
+        item_id = _unseen_gold(session, person)
+    if item_id is None and is_due(f"{person.pseudonym} repeat", num_repeats, given, settings.repeat_rate):
+        item_id = _own_item(session, person, now - 3600 * settings.repeat_after_hours)
+        repetition = int(item_id is not None)
+    if item_id is None:
+        item_id = _open_item(session, person, settings)
+    return _hand_out(session, person, item_id, repetition, now, until) if item_id is not None else None
+
+
+def is_due(key: str, num_seen: int, num_given: int, rate: float) -> bool:
+    """Whether the next of a kind comes now: one in every 1/rate items, at a place in them that ``key`` decides."""
+    place = hashed(f"{key} {num_seen}") / 2**31
+    return rate > 0 and num_given >= max(1.0, (num_seen + place) / rate)
+
+
+def release_expired(session: Session, now: float, item_id: int | None = None) -> None:
+    """Leases that ran out become free; one that is being submitted at this moment (PostgreSQL: locked) is left."""
+    ran_out = and_(Assignment.state == "leased", Assignment.lease_until < now)
+    if item_id is not None:
+        ran_out = and_(ran_out, Assignment.item_id == item_id)
+    ids = session.scalars(select(Assignment.id).where(ran_out).with_for_update(skip_locked=True)).all()
+    if ids:
+        session.execute(update(Assignment).where(Assignment.id.in_(ids)).values(state="expired"))
+
+
+def excluded_people() -> Select[Any]:
+    """Ids of people whose work is left out at present."""
+    return select(Exclusion.person_id).where(Exclusion.lifted_at.is_(None))
+
+
+def _is_excluded(session: Session, person: Person) -> bool:
+    return session.scalar(select(excluded_people().where(Exclusion.person_id == person.id).exists())) or False
+
+
+def whole(query: Select[Any]) -> Select[Any]:
+    """The query with all that a page or a check needs of its assignments."""
+    return query.options(joinedload(Assignment.item), selectinload(Assignment.shown).joinedload(Shown.answer))
+
+
+def _mine(person: Person) -> Select[Any]:
+    return whole(select(Assignment).where(Assignment.person_id == person.id))
+
+
+def num_taken(item_id: Any) -> ColumnElement[int]:
+    """How many people hold or have ranked an item."""
+    return (
+        select(func.count(Assignment.id))
+        .where(
+            Assignment.item_id == item_id,
+            Assignment.state.in_(TAKEN),
+            Assignment.repetition == 0,
+            Assignment.person_id.not_in(excluded_people()),
+        )
+        .scalar_subquery()
+    )
+
+
+def is_open(session: Session, item_id: int) -> bool:
+    """Whether the item lacks people. Its row is locked (PostgreSQL) until the transaction ends."""
+    overlap = session.scalar(select(Item.overlap).where(Item.id == item_id).with_for_update(key_share=True))
+    taken = session.scalar(select(num_taken(Item.id)).where(Item.id == item_id))
+    return overlap is not None and taken is not None and taken < overlap
+
+
+def _resume(session: Session, person: Person, now: float, until: float) -> Assignment | None:
+    """An item the person's lease ran out on; with what was drafted and in the order that was shown."""
+    query = _mine(person).where(Assignment.state == "expired").order_by(Assignment.leased_at.desc())
+    assignments: list[Assignment] = list(session.scalars(query))
+    for assignment in assignments:
+        if assignment.item.is_gold or assignment.repetition or is_open(session, assignment.item_id):
+            assignment.state, assignment.lease_until = "leased", until
+            session.flush()
+            return assignment
+    return None
+
+
+def _never_had(person: Person) -> ColumnElement[bool]:
+    return ~exists().where(Assignment.item_id == Item.id, Assignment.person_id == person.id)
+
+
+def _unseen_gold(session: Session, person: Person) -> int | None:
+    ids = session.scalars(select(Item.id).where(Item.is_gold.is_(True), _never_had(person))).all()
+    return _RANDOM.choice(ids) if ids else None
+
+
+def _own_item(session: Session, person: Person, before: float) -> int | None:
+    """An item that the person ranked before that time, and once."""
+    again = aliased(Assignment)
+    ids = session.scalars(
+        select(Assignment.item_id)
+        .join(Item)
+        .where(
+            Assignment.person_id == person.id,
+            Assignment.repetition == 0,
+            Assignment.state == "submitted",
+            Assignment.ended_at <= before,
+            Item.is_gold.is_(False),
+            ~exists().where(again.item_id == Assignment.item_id, again.person_id == person.id, again.repetition > 0),
+        )
+    ).all()
+    return _RANDOM.choice(ids) if ids else None
+
+
+def _open_for(person: Person) -> ColumnElement[bool]:
+    return and_(Item.is_gold.is_(False), _never_had(person), num_taken(Item.id) < Item.overlap)
+
+
+def _open_item(session: Session, person: Person, settings: Settings) -> int | None:
+    """Of the category furthest behind its quota, those first that somebody began, then by place; its row is locked."""
+    query = select(Item.id).where(_open_for(person)).order_by((num_taken(Item.id) == 0), Item.place, Item.id).limit(1)
+    for of_category in _categories(session, settings):
+        some = query.where(of_category) if of_category is not None else query
+        while True:
+            # another claim may hold the last one and give it up: then wait for it rather than tell the person to go
+            found = session.scalar(some.with_for_update(skip_locked=True, key_share=True)) or session.scalar(some)
+            if found is None:
+                break
+            if is_open(session, found):  # asked anew: it may have filled up between the query and the lock
+                return found
+    return None
+
+
+def _categories(session: Session, settings: Settings) -> list[ColumnElement[bool] | None]:
+    """Conditions, one after the other: categories with a quota, the one furthest behind first, then all others."""
+    if not settings.quotas:
+        return [None]
+    given = dict.fromkeys(settings.quotas, 0)
+    counts = (
+        select(Item.category, func.count(Assignment.id))
+        .join(Item)
+        .where(Assignment.state.in_(TAKEN), Assignment.repetition == 0, Item.is_gold.is_(False))
+        .group_by(Item.category)
+    )
+    given |= {category: count for category, count in session.execute(counts) if category in given}
+    order = sorted(given, key=lambda category: given[category] / settings.quotas[category])
+    return [*(Item.category == category for category in order), Item.category.not_in(order)]
+
+
+def _hand_out(session: Session, person: Person, item_id: int, repetition: int, now: float, until: float) -> Assignment:
+    """A lease with a new order of the answers; a repetition's differs from the first one's."""
+    answers = list(session.scalars(select(Answer.id).where(Answer.item_id == item_id).order_by(Answer.position)))
+    before = session.scalars(
+        select(Shown.answer_row_id)
+        .join(Assignment)
+        .where(Assignment.item_id == item_id, Assignment.person_id == person.id)
+        .order_by(Shown.slot)
+    ).all()
+    _RANDOM.shuffle(answers)
+    while answers == before:
+        _RANDOM.shuffle(answers)
+    assignment = Assignment(
+        public_id=new_id(), item_id=item_id, person_id=person.id, repetition=repetition, state="leased",
+        leased_at=now, lease_until=until, opened_at=now, nonce=new_id(),
+        shown=[Shown(slot=slot, answer_row_id=answer, public_id=new_id()) for slot, answer in enumerate(answers)],
+    )  # fmt: skip
+    session.add(assignment)
+    session.flush()
+    query = whole(select(Assignment)).where(Assignment.id == assignment.id).execution_options(populate_existing=True)
+    handed_out: Assignment = session.scalars(query).one()
+    return handed_out
+
+
+def new_id() -> str:
+    """128 random bits that can stand in an address."""
+    return secrets.token_urlsafe(16)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a person stands."""
+
+    num_submitted: int
+    """Control items and repetitions included, as the person sees them"""
+    num_skipped: int
+    num_open: int
+    """Items that this person could be given at present"""
+
+
+def progress(session: Session, person: Person) -> Progress:
+    """Counts for the person's own page."""
+    states = dict(
+        session.execute(
+            select(Assignment.state, func.count(Assignment.id))
+            .where(Assignment.person_id == person.id)
+            .group_by(Assignment.state)
+        ).all()
+    )
+    num_open = session.scalar(select(func.count(Item.id)).where(_open_for(person))) or 0
+    return Progress(states.get("submitted", 0), states.get("skipped", 0), num_open)
