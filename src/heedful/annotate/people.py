@@ -342,7 +342,8 @@ def live_exclusion(session: Session, person: Person) -> Exclusion | None:
 def exclude(
     session: Session, person: Person, reason: str, now: float, *, by: Person | None = None, request_id: str = ""
 ) -> Exclusion:
-    """Leave the person's work out of views and exports; nothing is deleted, and the person may go on.
+    """Leave the person's work out of views and exports; nothing is deleted. Until it is lifted the person
+    gets no further items.
 
     Raises:
         DataError: no reason is given, or the work is left out already.
@@ -370,8 +371,6 @@ def reinstate(session: Session, person: Person, now: float, *, by: Person | None
     found.lifted_at, found.lifted_by_id = now, by.id if by else None
     _record(session, "reinstate person", person, by, now, request_id, before={"reason": found.reason})
 
-
-# --- inside ---------------------------------------------------------------------------------------------------------
 
 
 def _record(

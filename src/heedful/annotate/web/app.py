@@ -37,7 +37,11 @@ def create_app(
         secure_cookies: browsers reach the app by TLS: cookies are bound to it, and browsers are told to stay with it.
         limits: how often one may try to log in and send; None = the defaults.
     """
-    app = FastAPI(title=project.settings.name, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title=project.settings.name, docs_url=None, redoc_url=None, openapi_url=None,
+        # no spans: the path of an invitation is a secret, and a database's message may hold what somebody typed
+        telemetry={"tracing": False, "logs": False, "auto_configure": False},
+    )  # fmt: skip
     app.state.project, app.state.clock, app.state.secure_cookies = project, clock, secure_cookies
     app.state.throttle = Throttle(limits or Limits())
     passwords.nobodys()  # made now, so that the first unknown name takes no longer than the second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import secrets
 from functools import cache
 from importlib.resources import files
@@ -21,7 +22,7 @@ from heedful.annotate.web.text import to_html
 def render(request: Request, template: str, /, *, status: int = 200, **context: Any) -> HTMLResponse:
     """A page. Every template knows ``_`` and ``ngettext``, ``visitor`` (None before the login), ``may(role)``,
     ``project_name``, ``language``, ``language_tag``, ``offered`` (code → name of the app's languages), ``form_token``,
-    ``path``, ``static("style.css")``, and the filters ``markdown`` and ``moment``."""
+    ``path``, ``static("style.css")``, and the filters ``markdown``, ``moment`` and ``json``."""
     settings = request.app.state.project.settings
     visitor = getattr(request.state, "visitor", None)
     language = language_of(request)
@@ -103,6 +104,7 @@ def _environment(language: str) -> Environment:
     environment.install_gettext_translations(languages.catalogue(language), newstyle=True)  # type: ignore[attr-defined]
     environment.globals["static"] = static
     environment.filters["markdown"] = to_html
+    environment.filters["json"] = lambda data: json.dumps(data, ensure_ascii=False)
     environment.filters["moment"] = lambda at: languages.moment(at, language)
     return environment
 

@@ -1,0 +1,85 @@
+"""How far a project is: counts by category and by person, for the pages and the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import case, func, select
+from sqlalchemy.orm import Session
+
+from heedful.annotate.queue import excluded_people
+from heedful.annotate.tables import Assignment, Exclusion, Item, Person
+
+
+@dataclass(frozen=True, slots=True)
+class CategoryProgress:
+    """Of one category."""
+
+    category: str
+    num_items: int
+    """Control items left out"""
+    num_gold: int
+    num_wanted: int
+    """Rankings, by the items' overlaps"""
+    num_submitted: int
+    """Of those wanted; work of excluded people, control items and repetitions left out"""
+    num_leased: int
+    num_skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class PersonProgress:
+    """Of one account, forgotten ones included."""
+
+    name: str | None
+    pseudonym: str
+    role: str
+    num_submitted: int
+    num_skipped: int
+    last_at: float | None
+    """When something was last submitted or skipped"""
+    disabled_at: float | None
+    deleted_at: float | None
+    excluded_because: str | None
+    """Why the work is left out at present"""
+
+
+def by_category(session: Session) -> list[CategoryProgress]:
+    """One row a category, in alphabetical order."""
+    items = session.execute(
+        select(
+            Item.category,
+            func.count(case((Item.is_gold.is_(False), 1))),
+            func.count(case((Item.is_gold.is_(True), 1))),
+            func.coalesce(func.sum(case((Item.is_gold.is_(False), Item.overlap), else_=0)), 0),
+        ).group_by(Item.category)
+    ).all()
+    counts = (Item.is_gold.is_(False), Assignment.repetition == 0, Assignment.person_id.not_in(excluded_people()))
+    states = [func.count(case((Assignment.state == state, 1))) for state in ("submitted", "leased", "skipped")]
+    found = select(Item.category, *states).join(Assignment, Assignment.item_id == Item.id).where(*counts)
+    done = {row[0]: row[1:] for row in session.execute(found.group_by(Item.category))}
+    return [CategoryProgress(*row, *done.get(row[0], (0, 0, 0))) for row in sorted(items, key=lambda row: row[0])]
+
+
+def by_person(session: Session) -> list[PersonProgress]:
+    """One row an account, in the order in which they were made."""
+    rows = session.execute(
+        select(
+            Person,
+            func.count(case((Assignment.state == "submitted", 1))),
+            func.count(case((Assignment.state == "skipped", 1))),
+            func.max(case((Assignment.state.in_(("submitted", "skipped")), Assignment.ended_at))),
+        )
+        .outerjoin(Assignment, Assignment.person_id == Person.id)
+        .group_by(Person.id)
+        .order_by(Person.id)
+    ).all()
+    live = select(Exclusion.person_id, Exclusion.reason).where(Exclusion.lifted_at.is_(None))
+    excluded = dict(session.execute(live).tuples().all())
+    return [
+        PersonProgress(
+            person.name, person.pseudonym, person.role, submitted, skipped, last, person.disabled_at,
+            person.deleted_at, excluded.get(person.id),
+        )  # fmt: skip
+        for person, submitted, skipped, last in rows
+    ]
