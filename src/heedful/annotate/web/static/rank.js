@@ -51,6 +51,8 @@ function show() {
 function wanting() {
   const left = missing();
   if (left.length) return fill(say.sayMissing, { cards: left.map(letter).join(" ") });
+  const unrated = form.querySelector(".attributes select:has([value='']:checked)");
+  if (unrated) return fill(say.sayRating, { name: unrated.dataset.name, card: letter(unrated.closest("[data-card]")) });
   return say.reasonRequired && !reason.value.trim() ? say.sayReason : "";
 }
 
@@ -160,7 +162,9 @@ window.addEventListener("pageshow", (event) => {
 
 for (const card of cards) {
   const text = card.querySelector(".answer");
-  if (text.scrollHeight < 420) continue;
+  const content = document.createRange();
+  content.selectNodeContents(text);
+  if (content.getBoundingClientRect().height < 380) continue;
   const button = Object.assign(document.createElement("button"), { type: "button", className: "quiet fold", textContent: say.sayFold });
   button.setAttribute("aria-expanded", "true");
   button.addEventListener("click", () => {
