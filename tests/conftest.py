@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +90,14 @@ ppo:
   checkpoint: {{every_steps: 1}}
 evaluate: {{max_prompts: 12, gold: "heedful.evaluate.panel:utility"}}
 """
+
+
+@pytest.fixture(scope="session")
+def postgresql_folder() -> Iterator[Path]:
+    """The socket's folder of a PostgreSQL server; ``toy_project.new_postgresql`` makes databases in it."""
+    from toy_project import missing_postgresql, postgresql_server
+
+    if reason := missing_postgresql():
+        pytest.skip(reason)
+    with postgresql_server() as folder:
+        yield folder

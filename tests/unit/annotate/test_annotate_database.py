@@ -1,0 +1,177 @@
+"""The database of a project: transactions, migrations, and an audit log that nobody changes; on both kinds."""
+
+import threading
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import inspect, select, text
+from sqlalchemy.exc import DBAPIError, IntegrityError
+
+from heedful.annotate import trail
+from heedful.annotate.database import Database
+from heedful.annotate.tables import Person, Table, Trail
+from heedful.errors import DataError
+from toy_project import NOW, make_people, make_project, new_postgresql
+
+KINDS = ("sqlite", "postgresql")
+
+
+@pytest.fixture(params=KINDS)
+def database(request, tmp_path):
+    """An empty database."""
+    if request.param == "sqlite":
+        url = f"sqlite:///{tmp_path / 'x.sqlite'}"
+    else:
+        url = new_postgresql(request.getfixturevalue("postgresql_folder"))
+    database = Database(url)
+    yield database
+    database.dispose()
+
+
+def somebody(name: str) -> Person:
+    return Person(name=name, pseudonym=name, role="annotator", created_at=NOW)
+
+
+def test_migrations_add_up_to_the_tables(database):
+    def checks(connection):
+        inspector = inspect(connection)
+        found = {table: inspector.get_check_constraints(table) for table in Table.metadata.tables}
+        return {table: sorted(check["sqltext"] for check in checks) for table, checks in found.items()}
+
+    database.migrate()
+    with database._engine.begin() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Table.metadata) == []
+        migrated = checks(connection)  # which Alembic does not compare
+        Table.metadata.drop_all(connection)
+        Table.metadata.create_all(connection)
+        assert migrated == checks(connection)
+    assert len(migrated["assignment"]) == 1
+
+
+def test_migrating_again_changes_nothing_and_two_at_once_are_one(database):
+    failed = []
+
+    def migrate():
+        try:
+            other = Database(database.url.render_as_string(hide_password=False))
+            other.migrate()
+            other.dispose()
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=migrate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    database.migrate()
+    with database.reading() as session:
+        assert session.execute(text("select count(*) from alembic_version")).scalar() == 1
+
+
+def test_a_newer_database_is_refused_in_one_sentence(database):
+    database.migrate()
+    with database.writing() as session:
+        session.execute(text("update alembic_version set version_num = '9999'"))
+    with pytest.raises(DataError, match=r"made by a newer heedful \(schema 9999\); update heedful"):
+        database.migrate()
+
+
+def test_a_database_with_other_tables_is_refused(database):
+    with database.writing() as session:
+        session.execute(text("create table mine (id integer)"))
+    with pytest.raises(DataError, match="a database of its own"):
+        database.migrate()
+
+
+@pytest.mark.parametrize("url", ["mysql://x@y/z", "sqlite://", "nonsense", "postgresql://u:secret@h/d", "oracle://a/b"])
+def test_other_urls_are_refused(url):
+    with pytest.raises(DataError, match="the database must be") as caught:
+        Database(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_server_that_does_not_answer_is_told_without_the_password():
+    database = Database("postgresql+psycopg://me:secret-word@127.0.0.1:1/none")
+    with pytest.raises(DataError, match="the database cannot be used") as caught:
+        database.migrate()
+    assert "secret-word" not in f"{caught.value} {database!r}"
+
+
+def test_writing_rolls_back_on_an_exception_and_reading_refuses_to_write(database):
+    database.migrate()
+    with pytest.raises(RuntimeError), database.writing() as session:
+        session.add(somebody("lost"))
+        session.flush()
+        raise RuntimeError
+    with pytest.raises(DBAPIError), database.reading() as session:
+        session.add(somebody("refused"))
+        session.flush()
+    with database.writing() as session:
+        session.add(somebody("kept"))
+    with database.reading() as session:
+        assert list(session.scalars(select(Person.name))) == ["kept"]
+
+
+def test_unique_names_and_foreign_keys_are_kept(database):
+    database.migrate()
+    with pytest.raises(IntegrityError), database.writing() as session:
+        session.add_all([somebody("a"), Person(name="a", pseudonym="b", role="annotator", created_at=NOW)])
+    with pytest.raises(IntegrityError), database.writing() as session:
+        session.execute(text("insert into login (token_hash, person_id, created_at, seen_at) values ('x', 77, 0, 0)"))
+    with pytest.raises(IntegrityError), database.writing() as session:
+        session.add(Person(name="c", pseudonym="c", role="king", created_at=NOW))
+
+
+def test_SEC_11_the_trail_cannot_be_changed_or_deleted(database):
+    database.migrate()
+    with database.writing() as session:
+        trail.record(session, who="rater-1", action="exclude person", object="rater-2", now=NOW, after={"reason": "x"})
+    statements = ["update trail set who = 'nobody'", "delete from trail"]
+    for statement in statements + ([] if database.is_sqlite else ["truncate trail"]):
+        with pytest.raises(DBAPIError, match="the trail is never changed"), database.writing() as session:
+            session.execute(text(statement))
+    with database.reading() as session:
+        row = session.scalars(select(Trail)).one()
+    assert (row.who, row.action, row.object, row.before, row.after) == (
+        "rater-1", "exclude person", "rater-2", None, {"reason": "x"},
+    )  # fmt: skip
+
+
+def test_the_trail_is_read_newest_first_page_by_page(database):
+    database.migrate()
+    with database.writing() as session:
+        for i in range(5):
+            trail.record(session, who="x", action="do", object=f"o{i}", now=NOW)
+            session.flush()
+    with database.reading() as session:
+        first = trail.newest(session, limit=2)
+        second = trail.newest(session, before_id=first[-1].id, limit=9)
+    assert [row.object for row in first + second] == ["o4", "o3", "o2", "o1", "o0"]
+
+
+def test_SEC_07_forty_threads_that_read_and_then_write_never_meet_a_locked_database(tmp_path):
+    """Plain BEGIN fails here: a read snapshot cannot become a writer's when another wrote meanwhile."""
+    project = make_project(tmp_path)
+    people = make_people(project, 1)
+    failed = []
+
+    def count_up():
+        try:
+            for _ in range(5):
+                with project.database.writing() as session:
+                    person = session.get_one(Person, people[0].id)
+                    person.created_at += 1
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=count_up) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with project.database.reading() as session:
+        assert session.get_one(Person, people[0].id).created_at == NOW + 200
+    assert not failed
