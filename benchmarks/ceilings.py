@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from heedful.config.ppo import PPOConfig
 from heedful.models.parts import LanguageModel
-from heedful.rollout.experience import is_single_update, partition
+from heedful.rollout.experience import Trained, graphs_to_keep, is_single_update, partition
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def trunk_weights(model: Any) -> int:
 
 
 def training_operations(
-    weights: Weights, *, read: float, counted: float, trunks: int, full: bool, is_kept: bool = False
+    weights: Weights, *, read: float, counted: float, trunks: int, full: bool, kept: Collection[Trained] = ()
 ) -> float:
     """Multiplications and additions that an update needs, attention left out.
 
@@ -47,16 +47,17 @@ def training_operations(
     for the activations, and where all weights are trained as many again for those.
 
     Args:
-        is_kept: the policy's forward is not the update's (see :func:`keeps_forward`).
+        kept: whose forward is not the update's (see :func:`kept_forwards`).
     """
     passes = 3 if full else 2
-    forwards = passes * trunks - is_kept, passes - is_kept
+    forwards = passes * trunks - min(len(kept), trunks), passes - ("policy" in kept)
     return 2 * (forwards[0] * weights.trunk * read + forwards[1] * weights.head * counted)
 
 
-def keeps_forward(config: PPOConfig, row_tokens: int) -> bool:
-    """Whether the scoring makes the forward that the only update starts from, with rows of up to so many tokens."""
-    return is_single_update(partition([row_tokens] * config.samples_per_step, config, torch.Generator()), config)
+def kept_forwards(config: PPOConfig, row_tokens: int) -> set[Trained]:
+    """Whose forward, of the only update, the scoring makes, with rows of up to so many tokens."""
+    cut = partition([row_tokens] * config.samples_per_step, config, torch.Generator())
+    return graphs_to_keep(config, policy_moves=True) if is_single_update(cut, config) else set()
 
 
 def bound_seconds(

@@ -35,7 +35,7 @@ from ceilings import (
     Weights,
     bound_seconds,
     bytes_per_second,
-    keeps_forward,
+    kept_forwards,
     matrix_operations_per_second,
     training_operations,
     trunk_weights,
@@ -172,9 +172,9 @@ def needed_operations(asked: argparse.Namespace, config: PPOConfig, roles: Roles
     score = 2 * forward + 2 * value.trunk * read  # the reference's too
     score += 2 * trunk_weights(roles.reward.part.base) * (read + 2 * answers)  # whole answers with their ends
     full = config.lora is None
-    is_kept = keeps_forward(config, row)
-    train = training_operations(policy, read=read, counted=counted, trunks=1, full=full, is_kept=is_kept)
-    train += training_operations(value, read=read, counted=0, trunks=1, full=full)
+    kept = kept_forwards(config, row)
+    train = training_operations(policy, read=read, counted=counted, trunks=1, full=full, kept=kept & {"policy"})
+    train += training_operations(value, read=read, counted=0, trunks=1, full=full, kept=kept & {"value"})
     return {"scoring": score, "training": config.epochs * train}
 
 

@@ -15,7 +15,7 @@ weights (the default) all its phases are fast and small, with float32 ones only 
 Seconds are medians over the updates after the warm-up, on the clock and summed over cores (which other work on the
 machine does not lengthen); peak memory is that of the whole process, with loading. The share is of the speed of a
 large matrix product, measured first; an update counts what it must multiply, for policy and value together, without
-the policy's forward where the scoring has made it.
+the forwards that the scoring has made.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def task_of(asked: argparse.Namespace) -> dict[str, Any]:
 def heedful_side(task: dict[str, Any], out: Path, roles_mode: str, keys: dict[str, Any]) -> dict[str, Any]:
     """Train by ``train_ppo`` and time every update from one hand-over of the weights to the next."""
     import torch
-    from ceilings import Weights, keeps_forward, matrix_operations_per_second, training_operations
+    from ceilings import Weights, kept_forwards, matrix_operations_per_second, training_operations
 
     import heedful
     from heedful.config.ppo import PPOConfig
@@ -92,11 +92,11 @@ def heedful_side(task: dict[str, Any], out: Path, roles_mode: str, keys: dict[st
     answer_tokens = log.column("ppo/answer_tokens_mean")[1]
     weights = Weights.of(roles.policy)
     lengths = [len(row["ids"]) for row in task["prompts"]]
-    prompt_tokens, is_kept = statistics.mean(lengths), keeps_forward(config, max(lengths) + task["new_tokens"] - 1)
+    prompt_tokens, kept = statistics.mean(lengths), kept_forwards(config, max(lengths) + task["new_tokens"] - 1)
     operations = [
         config.epochs * training_operations(
             weights, read=task["batch"] * (prompt_tokens + n), counted=task["batch"] * n, full=config.lora is None,
-            trunks=2 if config.value_from in ("reward", "policy") else 1, is_kept=is_kept,
+            trunks=2 if config.value_from in ("reward", "policy") else 1, kept=kept,
         )
         for n in answer_tokens
     ]  # fmt: skip

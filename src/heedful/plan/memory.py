@@ -149,7 +149,8 @@ def _ppo(setup: Setup) -> StagePlan:
     if config.value_from == "frozen_trunk" or value is None:
         phases.append(Phase("train policy and value", {**held, **training_parts(policy, work.largest, setup)}))
     else:
-        phases.append(Phase("train policy", {**held, **training_parts(policy, work.largest, setup)}))
+        beside = _kept_beside(value, work.largest, setup)
+        phases.append(Phase("train policy", {**held, **training_parts(policy, work.largest, setup, beside)}))
         phases.append(Phase("train value", {**held, **training_parts(value, work.largest, setup)}))
     reads_again = config.lora is not None and config.lora.base == "float" and policy.form != "float"
     phases += _saving(setup, held, policy, reads_again=reads_again)
@@ -184,8 +185,21 @@ def _moments(models: list[Model]) -> dict[str, int]:
     return {f"{m.part}: optimizer": m.num_trained * MOMENTS for m in models if m.num_trained and not m.frozen}
 
 
-def training_parts(model: Model, batch: Batch, setup: Setup) -> dict[str, int]:
-    """Gradients and everything that one micro-batch needs, at the worst moment of its backward.
+def _kept_beside(value: Model, batch: Batch, setup: Setup) -> dict[str, int]:
+    """Activations of the value while the policy is trained, where the scoring keeps the forwards of both for the only
+    update (``rollout.experience.graphs_to_keep``): the inputs of layers, which the backward computes again."""
+    config = setup.recipe.ppo
+    assert config is not None and value.training is not None
+    if not value.training.recompute or config.epochs * config.minibatches * batch.num_per_step > 1:
+        return {}
+    kept, one = (of(value.shape, batch, value.training, s=setup.s, eager=setup.eager)
+                 for of in (activations.trunk, activations.layer))  # fmt: skip
+    return {"value: activations": kept - one}
+
+
+def training_parts(model: Model, batch: Batch, setup: Setup, beside: dict[str, int] | None = None) -> dict[str, int]:
+    """Gradients and everything that one micro-batch needs, at the worst moment of its backward, with the activations
+    that are there ``beside`` its own.
 
     That is at its start, when all activations are there and the head is at work; or at its end, when all gradients are
     and that of the embedding is being added. With several micro-batches gradients are there at the start too.
@@ -208,9 +222,10 @@ def training_parts(model: Model, batch: Batch, setup: Setup) -> dict[str, int]:
     start = there_at_start + kept + max(head, working)
     end = gradients + of_embedding + layer + working
     if end > start:
-        parts = {"activations": layer + working, "embedding gradient": of_embedding}
+        parts = {"activations": layer + working, "embedding gradient": of_embedding, **(beside or {})}
         return {f"{model.part}: gradients": gradients, **parts, **_holes(parts, setup, share)}
-    parts = {"activations": kept, "logits and output layer" if head > working else "working memory": max(head, working)}
+    parts = {"activations": kept, "logits and output layer" if head > working else "working memory": max(head, working),
+             **(beside or {})}  # fmt: skip
     return {f"{model.part}: gradients": there_at_start, **parts, **_holes(parts, setup, share)}
 
 

@@ -8,9 +8,9 @@ first ratio is 1 to the last bit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,6 +41,19 @@ class PolicyForward:
 
 
 @dataclass(frozen=True)
+class KeptForwards:
+    """Of the only micro-batch of a step's only update, what the update would make again; each None if not kept."""
+
+    policy: PolicyForward | None = None
+    values_BT: Tensor | None = None
+    """With their graph"""
+
+
+NOTHING_KEPT = KeptForwards()
+Trained = Literal["policy", "value"]
+
+
+@dataclass(frozen=True)
 class Experience:
     """The whole step, on the CPU, with the partition of its first epoch and what the log wants to know."""
 
@@ -56,8 +69,7 @@ class Experience:
     """float32 [B, T]; before whitening"""
     kl_weights_B: Tensor
     """float32 [B]; 1, or more for answers far outside the step's KL distribution"""
-    policy_forward: PolicyForward | None = None
-    """Of the only micro-batch of the only update, where it was asked for: that which the update would make again"""
+    kept: KeptForwards = NOTHING_KEPT
 
     def minibatches(self, partition: Partition) -> Iterator[list[ExperienceBatch]]:
         """The micro-batches of every minibatch, each cut to its own longest row."""
@@ -78,8 +90,20 @@ def partition(lengths: Sequence[int], config: PPOConfig, generator: torch.Genera
 
 
 def is_single_update(cut: Partition, config: PPOConfig) -> bool:
-    """Whether the step is one update of one micro-batch, whose forward the scoring has made already."""
+    """Whether the step is one update of one micro-batch, whose forwards the scoring has made already."""
     return config.epochs == 1 and sum(map(len, cut)) == 1
+
+
+def graphs_to_keep(config: PPOConfig, *, policy_moves: bool) -> set[Trained]:
+    """Whose forwards of the scoring a single update starts from, at no more memory than if it made them itself.
+
+    Advantages need the values and returns the log-probs, so that two kept graphs are there together: only where layers
+    keep nothing but their inputs, or where the value is no more than a head. The policy comes first.
+    """
+    if not policy_moves:  # the value alone is trained
+        return {"value"}
+    value_is_small = config.activation_checkpointing or config.value_from in ("trunk", "frozen_trunk")
+    return {"policy", "value"} if value_is_small else {"policy"}
 
 
 def select(batch: ExperienceBatch, rows: Sequence[int]) -> ExperienceBatch:
@@ -120,7 +144,7 @@ def build_experience(
     pad_id: int,
     generator: torch.Generator,
     check: Callable[[str, Tensor, TokenBatch], None],
-    keep_graph: bool = False,
+    keep_graphs: Collection[Trained] = (),
 ) -> Experience:
     """Run the four parts over the answers and derive rewards, advantages and returns.
 
@@ -128,7 +152,7 @@ def build_experience(
         kl_coefficient: β of this step, score deviations per nat.
         generator: draws the minibatches of the first epoch.
         check: called with the name of each stream, the stream and its tokens before anything is derived from it.
-        keep_graph: where the step has one update of one micro-batch, keep the policy's forward for it: it is the same.
+        keep_graphs: whose forwards to keep where the step has one update of one micro-batch: it would make the same.
     """
     completions = [r.completion for r in rollouts]
     tokens = dataclasses.replace(
@@ -139,12 +163,12 @@ def build_experience(
     first = partition(lengths, config, generator)
     streams: dict[str, Tensor] = {}
     cut = [rows for minibatch in first for rows in minibatch]
-    keep_graph = keep_graph and is_single_update(first, config)
-    policy_forward = None
+    keep_graphs = keep_graphs if is_single_update(first, config) else ()
+    kept = NOTHING_KEPT
     for rows in cut:
         part = select_tokens(tokens, rows)
-        found, policy_forward = forward_streams(
-            roles, part, temperature=config.sampling.temperature, keep_graph=keep_graph,
+        found, kept = forward_streams(
+            roles, part, temperature=config.sampling.temperature, keep_graphs=keep_graphs,
             exact_kl="exact" in (config.kl.in_reward, config.kl.in_loss), reference_hidden=config.kl.in_loss == "exact",
         )  # fmt: skip
         for name, stream in found.items():
@@ -156,33 +180,40 @@ def build_experience(
                 streams[name] = stream.new_zeros((*tokens.inputs_BT.shape, *stream.shape[2:]))
             streams[name][torch.tensor(rows), : stream.shape[1]] = stream
     made = _derive(rollouts, tokens, streams, config, kl_coefficient, first, roles, check)
-    return dataclasses.replace(made, policy_forward=policy_forward if keep_graph else None)
+    return dataclasses.replace(made, kept=kept)
 
 
 @torch.no_grad()
 def forward_streams(
     roles: Roles, part: TokenBatch, *, temperature: float, exact_kl: bool, reference_hidden: bool = False,
-    keep_graph: bool = False,
-) -> tuple[dict[str, Tensor], PolicyForward]:  # fmt: skip
+    keep_graphs: Collection[Trained] = (),
+) -> tuple[dict[str, Tensor], KeptForwards]:  # fmt: skip
     """[B, T] of every part over one micro-batch, in the order in which they are checked; one forward a model.
 
     Args:
         exact_kl: the KL over the vocabulary too.
         reference_hidden: the reference's hidden states [B, T, D] too.
-        keep_graph: let a backward start from the policy's forward, which is given besides.
+        keep_graphs: whose forwards a backward is to start from; they are given besides. What has no graph is made
+            before what has one, while there is room.
     """
     part = to_device(part, roles.policy.device)
-    reference_BTD = roles.reference.hidden(part)  # before the policy's graph is there
+    reference_BTD = roles.reference.hidden(part)
     reference_BT, _ = roles.reference.logprobs_of(reference_BTD, part, temperature=temperature)
-    with torch.set_grad_enabled(keep_graph):
+    keeps_policy, keeps_value, values_BT = "policy" in keep_graphs, "value" in keep_graphs, None
+    if not keeps_value and not roles.value.is_shared:
+        values_BT = roles.value.values(part)
+    with torch.set_grad_enabled(keeps_policy):
         hidden_BTD = roles.policy.hidden(part)
         logprobs_BT, entropy_BT = roles.policy.logprobs_of(hidden_BTD, part, temperature=temperature, with_entropy=True)
     assert entropy_BT is not None
+    if values_BT is None:
+        with torch.set_grad_enabled(keeps_value):
+            values_BT = roles.value.values(part, hidden_BTD if roles.value.is_shared else None)
     found = {
         "log-probs": logprobs_BT,
         "entropy": entropy_BT,
         "reference log-probs": reference_BT,
-        "values": roles.value.values(part, hidden_BTD if roles.value.is_shared else None),
+        "values": values_BT,
     }
     if exact_kl:
         found["exact KL"] = roles.policy.exact_kl_of(
@@ -190,8 +221,11 @@ def forward_streams(
         )
     if reference_hidden:
         found["reference hidden"] = reference_BTD
-    forward = PolicyForward(hidden_BTD, logprobs_BT, entropy_BT)
-    return {name: stream.detach() for name, stream in found.items()}, forward
+    kept = KeptForwards(
+        PolicyForward(hidden_BTD, logprobs_BT, entropy_BT) if keeps_policy else None,
+        values_BT if keeps_value else None,
+    )
+    return {name: stream.detach() for name, stream in found.items()}, kept
 
 
 def _derive(

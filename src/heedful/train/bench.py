@@ -20,7 +20,7 @@ from heedful.data.packing import token_budget_batches
 from heedful.models.roles import Reward, Roles
 from heedful.records import Completion, Prompt
 from heedful.rollout.engine import Engine, Request, Sampling
-from heedful.rollout.experience import forward_streams, select_tokens
+from heedful.rollout.experience import forward_streams, graphs_to_keep, is_single_update, partition, select_tokens
 from heedful.rollout.score import Scoring
 
 NUM_PROMPTS = 8
@@ -80,6 +80,14 @@ class Bench:
         answer = self.longest_ids[-1:] * (length - len(self.longest_ids))
         batch = completion_batch([self.longest_ids] * rows, [answer] * rows, self.roles.policy.pad_id)
         return to_device(batch, self.roles.policy.device)
+
+    @property
+    def holds_two_graphs(self) -> bool:
+        """Whether a step of the largest micro-batch keeps the forward of a value model beside the policy's."""
+        lengths = [self._full_shape()[1] - 1] * self.config.samples_per_step
+        is_single = is_single_update(partition(lengths, self.config, torch.Generator()), self.config)
+        keeps_value = "value" in graphs_to_keep(self.config, policy_moves=True)
+        return is_single and keeps_value and not self.roles.value.is_shared
 
     @property
     def readers(self) -> dict[str, Reward]:

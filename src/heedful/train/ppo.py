@@ -21,7 +21,7 @@ from heedful.models.roles import Roles
 from heedful.records import Prompt, Rollout, TokenSample
 from heedful.rollout.buffer import RolloutBuffer
 from heedful.rollout.engine import Engine, Request, Sampling
-from heedful.rollout.experience import Experience, build_experience
+from heedful.rollout.experience import Experience, build_experience, graphs_to_keep
 from heedful.rollout.hf import HFEngine
 from heedful.rollout.scaling import mean_and_std
 from heedful.rollout.score import Scoring
@@ -94,7 +94,8 @@ def train_ppo(
             recorder.note(phase="scoring", rollouts=rollouts, kl_coefficient=controller.coefficient)
             experience = build_experience(
                 rollouts, roles, config, kl_coefficient=controller.coefficient, pad_id=roles.policy.pad_id,
-                generator=generator, check=partial(_check, recorder, i), keep_graph=i >= config.value_warmup_steps,
+                generator=generator, check=partial(_check, recorder, i),
+                keep_graphs=graphs_to_keep(config, policy_moves=i >= config.value_warmup_steps),
             )  # fmt: skip
             if i == 0:
                 _prove_start(experience, roles)

@@ -152,9 +152,10 @@ def longest_batch_fits(bench: Bench) -> Finding:
     moments = [torch.empty_like(p) for p in trained.values() for _ in range(2)]
     reference_BTD = roles.reference.hidden(batch)
     roles.reference.logprobs_of(reference_BTD, batch, temperature=config.sampling.temperature)
+    kept_BT = roles.value.values(batch) if bench.holds_two_graphs else None
     losses: list[Callable[[], Tensor]] = [lambda: _policy_loss(bench, batch, reference_BTD)]
     if not roles.value.is_shared:
-        losses.append(lambda: roles.value.values(batch).square().mean())
+        losses.append(lambda: (roles.value.values(batch) if kept_BT is None else kept_BT).square().mean())
     gradients = []
     for loss in losses:
         found = torch.autograd.grad(loss(), list(trained.values()), allow_unused=True)

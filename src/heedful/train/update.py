@@ -16,7 +16,7 @@ from heedful.batches import ExperienceBatch, LossOut, TokenBatch, to_device
 from heedful.config.ppo import PPOConfig
 from heedful.models.roles import Roles
 from heedful.objectives import kl, policy, value
-from heedful.rollout.experience import Experience, PolicyForward, partition
+from heedful.rollout.experience import NOTHING_KEPT, Experience, KeptForwards, PolicyForward, partition
 from heedful.train import guard
 from heedful.train.forensics import Recorder
 from heedful.train.ptx import PTX
@@ -48,8 +48,8 @@ class _Minibatch:
     batches: list[ExperienceBatch]
     denominators: list[float | Tensor]
     """Per micro-batch: the counted tokens of the whole minibatch, or [B, 1] length · number of answers."""
-    policy_forward: PolicyForward | None = None
-    """Of its only micro-batch, where the scoring kept it"""
+    kept: KeptForwards = NOTHING_KEPT
+    """Of its only micro-batch, where the scoring kept any"""
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,8 @@ class Update:
             for number, batches in enumerate(experience.minibatches(cut)):
                 self.recorder.note(minibatch=(epoch, number))
                 minibatch = _Minibatch(
-                    step, epoch, number, batches, denominators(batches, self.config.loss_average),
-                    experience.policy_forward,
-                )  # fmt: skip
+                    step, epoch, number, batches, denominators(batches, self.config.loss_average), experience.kept
+                )
                 if not warming_up and out.stopped_at_epoch is None:
                     out.policy.append(self._step_policy(minibatch, out))
                 elif not warming_up:
@@ -96,7 +95,7 @@ class Update:
             if isinstance(batch, TokenBatch):
                 assert self.ptx is not None
                 return self.ptx.loss(self.roles.policy, batch, ptx_denominator)
-            return self.policy_loss(batch, denominator_of[id(batch)], out.ratios, minibatch.policy_forward)
+            return self.policy_loss(batch, denominator_of[id(batch)], out.ratios, minibatch.kept)
 
         def may_move(metrics: dict[str, float]) -> bool:
             return self._may_move(metrics, minibatch, out)
@@ -122,14 +121,14 @@ class Update:
 
     def policy_loss(
         self, batch: ExperienceBatch, denominator: float | Tensor, ratios: list[Tensor],
-        forward: PolicyForward | None = None,
+        kept: KeptForwards = NOTHING_KEPT,
     ) -> LossOut:  # fmt: skip
         """Clipped surrogate, entropy bonus, KL of the current token; on a shared trunk the value loss too.
 
         Args:
-            forward: of this very batch by the policy as it is now; None makes it.
+            kept: of this very batch by the weights as they are now; what is not kept is made.
         """
-        roles, config = self.roles, self.config
+        roles, config, forward = self.roles, self.config, kept.policy
         batch = on_device(batch, roles.policy.device)
         tokens, mask_BT = batch.tokens, batch.tokens.loss_mask_BT
         if forward is None:
@@ -159,7 +158,7 @@ class Update:
         if config.kl.in_loss != "none":
             terms.append(self._kl_loss(batch, hidden_BTD, logprobs_BT, denominator))
         if roles.value.is_shared:
-            terms.append(self.value_loss(batch, denominator, hidden_BTD))
+            terms.append(self.value_loss(batch, denominator, hidden_BTD, kept.values_BT))
         return LossOut(
             torch.stack([t.loss for t in terms]).sum(), {name: x for t in terms for name, x in t.metrics.items()}
         )
@@ -187,21 +186,31 @@ class Update:
 
         def loss_of(batch: ExperienceBatch) -> LossOut:
             self.recorder.note(phase="value update", micro_batch=batch)
-            hidden_BTD = None
+            hidden_BTD, values_BT = None, minibatch.kept.values_BT
             denominator = denominator_of[id(batch)]
             batch = on_device(batch, self.roles.value.device)
-            if self.roles.value.is_shared:
+            if values_BT is None and self.roles.value.is_shared:
                 with torch.no_grad():
                     hidden_BTD = self.roles.policy.hidden(batch.tokens)
-            return self.value_loss(batch, denominator, hidden_BTD)
+            return self.value_loss(batch, denominator, hidden_BTD, values_BT)
 
         return optimise([self.value], minibatch.batches, loss_of, step=minibatch.step, ids_of=_ids)
 
-    def value_loss(self, batch: ExperienceBatch, denominator: float | Tensor, hidden_BTD: Tensor | None) -> LossOut:
-        """Clipped squared error, weighted where a trunk that both train has a trade to make between two losses."""
+    def value_loss(
+        self, batch: ExperienceBatch, denominator: float | Tensor, hidden_BTD: Tensor | None,
+        values_BT: Tensor | None = None,
+    ) -> LossOut:  # fmt: skip
+        """Clipped squared error, weighted where a trunk that both train has a trade to make between two losses.
+
+        Args:
+            hidden_BTD: of the policy, where they are at hand.
+            values_BT: of this very batch by the value as it is now; None makes them.
+        """
+        if values_BT is None:
+            values_BT = self.roles.value.values(batch.tokens, hidden_BTD)
         out = value.clipped_mse(
-            self.roles.value.values(batch.tokens, hidden_BTD), batch.old_values_BT, batch.returns_BT,
-            batch.tokens.loss_mask_BT, denominator=denominator, clip=self.config.value_clip,
+            values_BT, batch.old_values_BT, batch.returns_BT, batch.tokens.loss_mask_BT, denominator=denominator,
+            clip=self.config.value_clip,
         )  # fmt: skip
         weight = self.config.value_coefficient if self.config.value_from == "trunk" else 1.0
         return LossOut(weight * out.loss, {**out.metrics, "value_loss": out.loss.detach()})
@@ -225,5 +234,3 @@ def on_device(batch: ExperienceBatch, device: torch.device) -> ExperienceBatch:
 
 def _ids(batch: ExperienceBatch | TokenBatch) -> tuple[str, ...]:
     return batch.ids if isinstance(batch, TokenBatch) else batch.tokens.ids
-
-

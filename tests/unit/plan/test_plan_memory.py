@@ -119,6 +119,30 @@ def test_they_are_the_models_that_roles_builds(toy_model, lora, roles, value_fro
     assert abs(sum(weights.values()) - planned) <= heads
 
 
+SMALL = {"activation_checkpointing": True}
+
+
+@pytest.mark.parametrize(("ppo", "is_beside"), [
+    (SMALL, True), ({**SMALL, "roles": "shared"}, True), ({}, False), ({**SMALL, "value_from": "trunk"}, False),
+    ({**SMALL, "epochs": 2}, False), ({**SMALL, "minibatches": 2}, False), ({**SMALL, "prompts_per_step": 64}, False),
+])  # fmt: skip
+def test_a_value_whose_forward_is_kept_is_counted_beside_the_policy(ppo, is_beside):
+    """And costs less than a twentieth of the peak: 16 answers of 122 tokens by SmolLM2-135M with all weights."""
+    two_cores = Machine("two cores", "cpu", 24 * GIB, 1.7e12, 24e9)
+    found = setup("smollm2-135m", two_cores,
+                  ppo={"prompts_per_step": 16, "sampling": {"max_new_tokens": 32}, "micro_batch_tokens": 4096, **ppo})
+    assert found.recipe.ppo is not None
+    found = dataclasses.replace(found, work=dataclasses.replace(found.work, ppo=of_ppo(found.recipe.ppo, 91)))
+    plan = stage(found, "ppo")
+    beside = sum(phase.parts.get("value: activations", 0) for phase in plan.phases)
+    assert (beside > 0) == is_beside
+    if is_beside:
+        full, tokens = "roles" not in ppo, 16 * 122
+        inputs = 30 * tokens * 576 * (4 if full else 2)
+        assert inputs < beside < 1.15 * inputs  # the last norm and the rotary angles too
+        assert beside < 0.05 * (plan.peak_bytes - beside)
+
+
 def test_int8_holds_a_byte_per_weight_of_what_is_not_trained():
     shape, adapters = NAMED["7b"], NAMED["7b"].num_lora(16, "all-linear")
     int8 = {"frozen_weights": "int8"}

@@ -12,13 +12,13 @@ from heedful.config.ppo import KLConfig, SamplingConfig
 from heedful.config.section import LoraConfig
 from heedful.data.chat import end_token_ids
 from heedful.errors import EngineError, GuardError
-from heedful.models.roles import Reference
+from heedful.models.roles import Reference, build_roles
 from heedful.rollout.experience import build_experience
 from heedful.rollout.fake import FakeEngine
 from heedful.rollout.hf import HFEngine
 from heedful.rollout.score import LearnedReward
 from heedful.runs.folder import StageFolder
-from toy_parts import disturb, prompts, roles
+from toy_parts import CPU, disturb, prompts, roles
 from toy_ppo import RATE, largest_gap, train, weights
 
 LORA = LoraConfig(rank=4)
@@ -230,27 +230,59 @@ def shifted(batch, options):
     return dataclasses.replace(batch, targets_BT=batch.targets_BT.roll(1, dims=1)), options
 
 
-@pytest.mark.parametrize("value_from", ["policy", "trunk"])
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_the_forward_of_a_single_update_is_made_once(models, tmp_path, monkeypatch, lora, value_from):
-    """And the weights that come out are the same to the last bit."""
-    found = []
+NO_GRAPH, GRAPH, BOTH = [False], [True], [False, True]
+"""Forwards of one model in a step: the scoring's alone, one that the update starts from, one for each."""
+SMALL = {"activation_checkpointing": True}
+
+
+@pytest.mark.parametrize(("options", "of_policy", "of_value"), [
+    ({}, GRAPH * 2, BOTH * 2),
+    (SMALL, GRAPH * 2, GRAPH * 2),
+    ({"value_warmup_steps": 1}, NO_GRAPH + GRAPH, GRAPH + BOTH),
+    ({"value_from": "trunk"}, GRAPH * 2, []),
+    ({"value_from": "frozen_trunk", "value_warmup_steps": 1}, NO_GRAPH + GRAPH, []),
+    ({**SMALL, "epochs": 2}, (BOTH + GRAPH) * 2, (BOTH + GRAPH) * 2),
+    ({**SMALL, "minibatches": 2}, BOTH * 4, BOTH * 4),
+    ({**SMALL, "micro_batch_tokens": 150}, BOTH * 4, BOTH * 4),
+])  # fmt: skip
+@pytest.mark.parametrize(("lora", "sharing"), [(None, None), (LORA, None), (LORA, "shared")],
+                         ids=["full", "lora", "shared"])  # fmt: skip
+def test_the_forwards_of_a_single_update_are_made_once(
+    models, tmp_path, monkeypatch, options, of_policy, of_value, lora, sharing
+):
+    """And the weights that come out are the same to the last bit, those of the value too."""
+    options = {"value_from": "policy", **options}
+    if sharing and options["value_from"] != "policy":
+        pytest.skip("a head on the trunk is no part of its own")
+    recompute, found = options.get("activation_checkpointing", False), []
+    roles(models)  # makes the folders
+
+    def build():
+        torch.manual_seed(4)  # new adapters
+        return build_roles(models / "Llama-policy", None, policy_lora=lora, value_lora=lora, device=CPU,
+                           dtype=torch.float32, value_from=options["value_from"], sharing=sharing,
+                           activation_checkpointing=recompute)  # fmt: skip
+
     for keeps in (True, False):
-        parts = roles(models, lora=lora, value_from=value_from)
+        parts = build()
+        forwards = {"policy": [], "value": []}
         with monkeypatch.context() as patch:
             if not keeps:
                 patch.setattr("heedful.train.ppo.build_experience",
-                              lambda *args, keep_graph, **options: build_experience(*args, **options))  # fmt: skip
-            trained_forwards = []
-            hidden = parts.policy.hidden
-            patch.setattr(parts.policy, "hidden", lambda batch, of=hidden, seen=trained_forwards: (
-                seen.append(torch.is_grad_enabled()) or of(batch)))  # fmt: skip
-            train(parts, tmp_path / str(keeps), steps=2, entropy_coefficient=0.01, value_from=value_from,
-                  kl=KLConfig(in_loss="k2"))  # fmt: skip
-        of_reference = [] if lora is None else [False]  # the policy without its adapters
-        assert trained_forwards == (of_reference + ([True] if keeps else [False, True])) * 2
+                              lambda *args, keep_graphs, **options: build_experience(*args, **options))  # fmt: skip
+            for name in forwards if options["value_from"] == "policy" else ["policy"]:
+                part = parts.policy if name == "policy" else parts.value.part
+                patch.setattr(part, "hidden", lambda batch, of=part.hidden, seen=forwards[name]: (
+                    seen.append(torch.is_grad_enabled()) or of(batch)))  # fmt: skip
+            train(parts, tmp_path / str(keeps), steps=2, entropy_coefficient=0.01, kl=KLConfig(in_loss="k2"),
+                  **options)  # fmt: skip
+        if keeps:
+            num_micro_batches = 2 if {"minibatches", "micro_batch_tokens"} & options.keys() else 1
+            of_reference = [False] * 2 * num_micro_batches if parts.reference.part is parts.policy else []
+            assert sorted(forwards["policy"]) == sorted(of_policy + of_reference)
+            assert sorted(forwards["value"]) == sorted(of_value)
         found.append(weights(parts))
-    assert largest_gap(*found) == 0
+    assert largest_gap(*found) == 0 and largest_gap(found[0], weights(build())) > 0
 
 
 @pytest.mark.parametrize("mutation", [cooler, blind, shifted])

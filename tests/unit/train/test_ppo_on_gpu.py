@@ -89,12 +89,18 @@ def test_the_operations_that_an_update_needs(tmp_path):
 
 def test_a_forward_that_the_scoring_made_is_not_counted_again():
     weights = ceilings.Weights(trunk=600, head=400, bytes_each=2)
-    kept = ceilings.training_operations(weights, read=10, counted=5, trunks=2, full=True, is_kept=True)
+    kept = ceilings.training_operations(weights, read=10, counted=5, trunks=2, full=True, kept={"policy"})
     assert kept == 2 * (5 * 600 * 10 + 2 * 400 * 5)  # two backward passes of the policy, all three of the value
     options = {"prompts_per_step": 4, "micro_batch_tokens": 40}
-    assert ceilings.keeps_forward(PPOConfig(**options), 10) and not ceilings.keeps_forward(PPOConfig(**options), 11)
-    assert not ceilings.keeps_forward(PPOConfig(**options, epochs=2), 10)
-    assert not ceilings.keeps_forward(PPOConfig(**options, minibatches=2), 10)
+    assert ceilings.kept_forwards(PPOConfig(**options), 10) == {"policy"}
+    both = ceilings.kept_forwards(PPOConfig(**options, activation_checkpointing=True), 10)
+    assert both == ceilings.kept_forwards(PPOConfig(**options, value_from="trunk"), 10) == {"policy", "value"}
+    none = [({}, 11), ({"epochs": 2}, 10), ({"minibatches": 2}, 10)]
+    assert not any(ceilings.kept_forwards(PPOConfig(**options, **more), length) for more, length in none)
+    on_trunk = ceilings.training_operations(weights, read=10, counted=5, trunks=1, full=True, kept=both)
+    assert on_trunk == 2 * (2 * 600 * 10 + 2 * 400 * 5)
+    two = ceilings.training_operations(weights, read=10, counted=5, trunks=2, full=True, kept=both)
+    assert two == 2 * (4 * 600 * 10 + 2 * 400 * 5)
 
 
 def test_the_bound_of_a_decoding_reads_keys_and_values():
