@@ -36,3 +36,28 @@ def seconds(text: str) -> float:
     if not 0 < number <= LONGEST_SECONDS:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most {LONGEST_SECONDS:,.0f} seconds, not {text}")
     return number
+
+
+def share(text: str) -> float:
+    """A part of a whole, from 0 to 1."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 1, not {text}")
+    return number
+
+
+def shares(text: str) -> dict[str, float]:
+    """"chat=3,safety=1" as names and numbers above 0."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, written = part.partition("=")
+        try:
+            found[name.strip()] = float(written)
+        except ValueError:
+            found[name.strip()] = 0.0
+        if not 0 < found[name.strip()] < float("inf"):
+            raise argparse.ArgumentTypeError(f"write NAME=NUMBER,NAME=NUMBER with numbers above 0, not {text}")
+    return found

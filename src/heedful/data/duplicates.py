@@ -21,6 +21,15 @@ def shingles(text: str) -> frozenset[int]:
     return frozenset(zlib.crc32(text[i : i + SHINGLE_CHARACTERS].encode("utf-8")) for i in range(last))
 
 
+def alike(a: str, b: str, threshold: float = 0.8) -> bool:
+    """Whether the shingle sets of two texts overlap by ``threshold`` (Jaccard) or more; 1 = equal once normalised."""
+    a, b = normalise(a), normalise(b)
+    if a == b or threshold >= 1:
+        return a == b
+    first, second = shingles(a), shingles(b)
+    return len(first & second) >= threshold * len(first | second)
+
+
 def group(texts: Sequence[str], threshold: float = 0.8) -> list[int]:
     """A group number for each text: equal for texts whose shingle sets overlap by ``threshold`` (Jaccard) or more.
 

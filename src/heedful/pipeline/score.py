@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from heedful.data.export import write_rows
 from heedful.data.load import load
@@ -16,12 +15,12 @@ from heedful.data.pairs import consensus
 from heedful.data.prompts import prompt_of
 from heedful.data.shipped import data_path
 from heedful.data.writing import refuse_to_replace
-from heedful.errors import CheckpointError, DataError, HeedfulError
+from heedful.errors import DataError, HeedfulError
 from heedful.evaluate.spread import Spread, by_group, spread
 from heedful.pipeline.fits import explained
 from heedful.pipeline.scorer import Outputs, heads_of, kind_of, open_outputs
 from heedful.records import Demonstration, Prompt, Ranking, Record
-from heedful.runs.journal import append_entry, read_entries
+from heedful.runs.journal import alone, append_entry, read_entries
 from heedful.runs.progress import Progress, tell
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def score_file(
         raise DataError(f"{out}: name the output .jsonl, .jsonl.gz, .json or .parquet")
     path = data_path(source)
     refuse_to_replace(path, out)
-    loaded = load(path, format=format, on_bad_row=on_bad_row, split=split, keep_ties=True)
+    loaded = load(path, format=format, on_bad_row=on_bad_row, split=split, keep_ties=True, keep_unranked=True)
     prompts, rows = [], []
     for record in loaded.records:
         for row in _rows(record):
@@ -95,7 +94,7 @@ def score_file(
         raise DataError(f"{source}: the file holds {loaded.kind} without answers, so there is nothing to score")
     say(loaded.summary())
     key, partial = _key(model, [prompts, rows], options), Path(f"{out}.partial")
-    with _alone(partial):
+    with alone(partial):
         outputs = _known(partial, key)
         num_resumed = len(outputs)
         if num_resumed:
@@ -199,24 +198,6 @@ def _score(
             progress.step()
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Nobody else uses the journal meanwhile; it goes when the block ends without an error.
-
-    Raises:
-        CheckpointError: another process has it, or it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("ab")
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot write: {error.strerror or error}") from error
-    with stream:
-        _lock(stream, path)
-        yield
-        path.unlink(missing_ok=True)  # under the lock, so that nobody goes on with what is gone
-
-
 def _known(path: Path, key: str) -> list[list[float]]:
     """What is known of the first answers, as far as the journal has them without a gap."""
     outputs: list[list[float]] = []
@@ -224,14 +205,3 @@ def _known(path: Path, key: str) -> list[list[float]]:
         if entry["key"] == key and entry["start"] == len(outputs):
             outputs += entry["outputs"]
     return outputs
-
-
-def _lock(stream: IO[bytes], path: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise CheckpointError(f"{path}: another process is scoring into this file; wait, or name another") from None

@@ -10,8 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from heedful.errors import CheckpointError
 from heedful.runs.files import content_of, sync_folder
@@ -54,6 +56,35 @@ def read_entries(path: Path) -> list[Any]:
         except (ValueError, KeyError, TypeError):
             continue
     return entries
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Nobody else uses the journal meanwhile; it goes when the block ends without an error.
+
+    Raises:
+        CheckpointError: another process has it, or it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("ab")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot write: {error.strerror or error}") from error
+    with stream:
+        _lock(stream, path)
+        yield
+        path.unlink(missing_ok=True)  # under the lock, so that nobody goes on with what is gone
+
+
+def _lock(stream: IO[bytes], path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise CheckpointError(f"{path}: another process is writing this file; wait, or name another") from None
 
 
 def _sha256(entry: Any) -> str:

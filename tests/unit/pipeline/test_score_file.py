@@ -25,6 +25,7 @@ from heedful.pipeline import score as score_module
 from heedful.pipeline.score import score_file
 from heedful.records import Message
 from heedful.rollout.cache import ScoreCache
+from heedful.runs.journal import alone
 from toy_parts import CPU, model_folder
 
 HERE = f"{__name__}:"
@@ -258,8 +259,8 @@ def test_a_full_disk_is_one_sentence_and_loses_no_finished_part(tmp_path, small_
 
 def test_two_at_once_are_refused(tmp_path):
     source = rankings(tmp_path / "in.jsonl")
-    said = "another process is scoring into this file"
-    with score_module._alone(tmp_path / "out.jsonl.partial"), pytest.raises(CheckpointError, match=said):
+    said = "another process is writing this file"
+    with alone(tmp_path / "out.jsonl.partial"), pytest.raises(CheckpointError, match=said):
         score(source, tmp_path / "out.jsonl")
     score(source, tmp_path / "out.jsonl")
 
