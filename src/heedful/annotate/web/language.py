@@ -1,12 +1,12 @@
 """The languages of the pages: which one a visitor gets, and its catalogue.
 
-The English text is the key. After a change of a text: ``pybabel extract -F pyproject.toml -k _ -o /tmp/heedful.pot src``,
-``pybabel update``, a translation in ``locale/zh_CN/LC_MESSAGES/heedful.po``, ``pybabel compile`` (see CONTRIBUTING.md).
+The English text is the key of its translation; scripts/translate.py collects and compiles them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import cache
 from gettext import NullTranslations
 from pathlib import Path
@@ -17,6 +17,8 @@ from babel.support import Translations
 
 NAMES = {"en": "English", "zh_CN": "简体中文"}
 """Language → what its speakers call it."""
+SIMPLIFIED = dict.fromkeys(("zh", "zh-hans", "zh-hans-cn", "zh-sg", "zh-hans-sg"), "zh_CN")
+"""What a browser may call it."""
 FOLDER = Path(__file__).parent / "locale"
 
 
@@ -30,16 +32,17 @@ def choose(offered: Sequence[str], wanted: str | None, accept_language: str) -> 
     """The language of a page: what the visitor chose, else what the browser asks for, else the first one offered."""
     if wanted in offered:
         return str(wanted)
-    preferred = []
-    for place, part in enumerate(accept_language[:500].split(",")):
-        tag, _, weight = part.strip().partition(";q=")
+    asked = []
+    for part in accept_language[:500].split(","):
+        name, _, weight = part.strip().partition(";q=")
         try:
-            preferred.append((-float(weight or 1), place, tag.replace("-", "_")))
+            share = float(weight or 1)
         except ValueError:
             continue
-    # Chinese of any kind but the traditional one is nearer to zh_CN than to English
-    tags = ["zh_CN" if tag.lower() in ("zh", "zh_hans", "zh_sg", "zh_hans_cn") else tag for _, _, tag in sorted(preferred)]
-    return negotiate_locale(tags, list(offered)) or offered[0]
+        if share > 0:
+            asked.append((share, SIMPLIFIED.get(name.lower(), name.replace("-", "_"))))
+    asked.sort(key=lambda one: -one[0])
+    return negotiate_locale([name for _, name in asked], list(offered)) or offered[0]
 
 
 def tag(language: str) -> str:
@@ -49,7 +52,5 @@ def tag(language: str) -> str:
 
 def moment(at: float, language: str) -> str:
     """Seconds since 1970 as a date and time, UTC, the way the language writes them."""
-    from datetime import UTC, datetime
-
     when = datetime.fromtimestamp(at, UTC)
     return format_datetime(when, "medium", tzinfo=get_timezone("UTC"), locale=Locale.parse(language)) + " UTC"

@@ -1,0 +1,84 @@
+"""Collect the texts of the annotation pages and compile their Chinese catalogue.
+
+    python scripts/translate.py           # new texts go into heedful.po, to be translated there; then run it again
+    python scripts/translate.py --check   # complain when a text is new, gone or untranslated, or the .mo file is old
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from gettext import GNUTranslations
+from io import BytesIO
+from pathlib import Path
+
+from babel.messages import Catalog
+from babel.messages.extract import extract_from_file
+from babel.messages.mofile import write_mo
+from babel.messages.pofile import read_po, write_po
+
+ROOM = Path(__file__).resolve().parents[1] / "src" / "heedful" / "annotate"
+FOLDER = ROOM / "web" / "locale" / "zh_CN" / "LC_MESSAGES"
+NAMES = ["people", "invitations", "passwords", "submissions"]
+SOURCES = [*(ROOM / f"{name}.py" for name in NAMES), *sorted(ROOM.glob("web/*.py"))]
+TEMPLATES = sorted(ROOM.glob("web/templates/*.j2"))
+ARGUMENT = {"DataError": 0, "Refused": 1, "HTTPException": 1, "refuse": 2, "refusal": 2}
+"""Function → which argument is a text. One with values formatted into it is for admins, and stays English."""
+
+
+def texts() -> Iterator[str | tuple[str, ...]]:
+    """Every text that a page may show."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                found = node.args[ARGUMENT[name] :][:1] if name in ARGUMENT else []
+            elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").isupper():
+                found = list(ast.walk(node.value))
+            else:
+                continue
+            values = [part.value for part in found if isinstance(part, ast.Constant)]
+            yield from (text for text in values if isinstance(text, str) and text.endswith(".") and " " in text)
+    for path in TEMPLATES:
+        yield from (text for _, text, _, _ in extract_from_file("jinja2", path))
+
+
+def main() -> int:
+    wanted = Catalog("zh_CN", fuzzy=False)
+    for text in texts():
+        wanted.add(text)
+    po, mo = FOLDER / "heedful.po", FOLDER / "heedful.mo"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    known = read_po(BytesIO(po.read_bytes() if po.exists() else b""), "zh_CN")
+    untranslated = [m.id for m in wanted if m.id and not (known.get(m.id) and all(_forms(known[m.id].string)))]
+    if "--check" in sys.argv:
+        unused = [m.id for m in known if m.id and m.id not in wanted]
+        compiled = GNUTranslations(BytesIO(mo.read_bytes()))
+        old = [m.id for m in known if m.id and _look_up(compiled, m.id) != _forms(m.string)[0]]
+        for what, ids in (("not translated", untranslated), ("no longer used", unused), ("not compiled", old)):
+            for id in ids:
+                print(f"{what}: {id!r}")
+        return 1 if untranslated or unused or old else 0
+    catalog = Catalog("zh_CN", fuzzy=False, project="heedful", creation_date=known.creation_date)
+    catalog.header_comment = "# Simplified Chinese texts of heedful's annotation pages; see scripts/translate.py."
+    for message in sorted((m for m in wanted if m.id), key=lambda m: str(m.id).lower()):
+        catalog.add(message.id, known[message.id].string if message.id in known else "", flags=message.flags)
+    with po.open("wb") as file:
+        write_po(file, catalog, width=120, omit_header=False)
+    with mo.open("wb") as file:
+        write_mo(file, catalog)
+    print(f"{len(catalog)} texts, {len(untranslated)} of them not translated yet")
+    return 0
+
+
+def _forms(string: str | tuple[str, ...]) -> tuple[str, ...]:
+    return string if isinstance(string, tuple) else (string,)
+
+
+def _look_up(compiled: GNUTranslations, id: str | tuple[str, ...]) -> str:
+    return compiled.gettext(id) if isinstance(id, str) else compiled.ngettext(*id, 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
