@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ from heedful.data.chat import end_token_ids
 from heedful.errors import GuardError
 from heedful.models.parts import ScalarModel
 from heedful.models.roles import Reference, build_roles
+from heedful.models.value import Value
 from heedful.rollout.engine import Sampling
 from heedful.rollout.hf import HFEngine
 from heedful.rollout.scaling import Running
@@ -135,6 +137,33 @@ def test_the_dry_run_takes_the_largest_batch_that_the_run_can_meet(models, micro
     longest = max(len(ids) for _, ids in prompts(parts.policy.tokenizer))
     run(parts, micro_batch_tokens=micro_batch_tokens, minibatches=minibatches)
     assert (rows, longest + 8 - 1) in seen and max(n * t for n, t in seen) == rows * (longest + 8 - 1)
+
+
+@pytest.mark.parametrize(("options", "are_held_together"), [
+    ({}, True), ({"activation_checkpointing": False}, False), ({"epochs": 2}, False), ({"minibatches": 2}, False),
+    ({"micro_batch_tokens": 256}, False),
+])  # fmt: skip
+def test_the_dry_run_holds_the_graphs_that_a_step_holds(models, monkeypatch, options, are_held_together):
+    """That of the value while the policy's is at work, where a step of the largest batch keeps both."""
+    parts = roles(models, value_from="policy")
+    held, seen = [], []
+    values, hidden = Value.values, parts.policy.hidden
+
+    def of_value(*asked):
+        found = values(*asked)
+        if torch.is_grad_enabled():
+            held.append(weakref.ref(found))
+        return found
+
+    def of_policy(batch):
+        if torch.is_grad_enabled() and not seen:
+            seen.append(any(found() is not None for found in held))
+        return hidden(batch)
+
+    monkeypatch.setattr(Value, "values", of_value)
+    parts.policy.hidden = of_policy
+    run(parts, **{"micro_batch_tokens": 9999, "activation_checkpointing": True, "value_from": "policy", **options})
+    assert held and seen == [are_held_together]
 
 
 @pytest.mark.parametrize(
