@@ -1,4 +1,4 @@
-"""Who takes part: accounts, logins, tokens of programs, invitations, exclusions, and how somebody is forgotten.
+"""Who takes part: accounts, logins, tokens of programs, exclusions, and how somebody is forgotten.
 
 Everything secret is random or Argon2id; the database holds hashes only. Every change is in the trail, by pseudonym:
 a name stands in one place, so that :func:`forget` can remove it.
@@ -10,20 +10,19 @@ import hashlib
 import secrets
 import unicodedata
 
-from sqlalchemy import delete, func, select, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from heedful.annotate import passwords, trail
 from heedful.annotate.project import COMMAND_LINE
 from heedful.annotate.settings import Settings
-from heedful.annotate.tables import ApiToken, Assignment, Exclusion, Invitation, Login, Person, Submission
+from heedful.annotate.tables import ApiToken, Assignment, Exclusion, Login, Person, Submission
 from heedful.errors import DataError
 
 ROLES = ("annotator", "reviewer", "admin")
 """Each may do what the ones before it may: rank; read reports and exports; run the project."""
 SCOPES = ("annotate", "export")
-NO_INVITATION = "This invitation has been used or has expired; ask for a new one."
 
 
 def role_allows(role: str, needed: str) -> bool:
@@ -77,6 +76,12 @@ def by_name(session: Session, name: str) -> Person | None:
 def by_pseudonym(session: Session, pseudonym: str) -> Person | None:
     """Whoever has that pseudonym, forgotten or not."""
     return session.scalar(select(Person).where(Person.pseudonym == pseudonym))
+
+
+def has_admin(session: Session, besides: int | None = None) -> bool:
+    """Whether there is an admin who can log in, other than the person of that id."""
+    is_open_admin = (Person.role == "admin", Person.disabled_at.is_(None), Person.id != (besides or 0))
+    return session.scalar(select(Person.id).where(*is_open_admin).limit(1)) is not None
 
 
 def set_password(
@@ -228,59 +233,6 @@ def close_logins(session: Session, person: Person, now: float, *, by: Person | N
     _record(session, "log out everywhere", person, by, now, request_id)
 
 
-# --- invitations ----------------------------------------------------------------------------------------------------
-
-
-def invite(
-    session: Session, role: str, now: float, *, days: float = 7.0, by: Person | None = None, request_id: str = ""
-) -> str:
-    """The token of a link that makes one account.
-
-    Raises:
-        DataError: the role is unknown, or the days are not between 0 and 90.
-    """
-    if role not in ROLES:
-        raise DataError(f"role {role!r}: give one of {', '.join(ROLES)}")
-    if not 0 < days <= 90:
-        raise DataError(f"{days:g} days: an invitation lasts up to 90")
-    token = secrets.token_urlsafe(32)
-    session.add(
-        Invitation(
-            token_hash=digest(token), role=role, created_by_id=by.id if by else None, created_at=now,
-            expires_at=now + days * 86400,
-        )
-    )  # fmt: skip
-    who = by.pseudonym if by else COMMAND_LINE
-    trail.record(
-        session, who=who, action="invite", object=f"invitation {digest(token)[:8]}",
-        after={"role": role, "days": days}, request_id=request_id, now=now,
-    )  # fmt: skip
-    return token
-
-
-def open_invitation(session: Session, token: str, now: float) -> Invitation | None:
-    """The invitation, if it is neither used nor expired."""
-    found = session.scalar(select(Invitation).where(Invitation.token_hash == digest(token)))
-    return None if found is None or found.used_at is not None or found.expires_at < now else found
-
-
-def join(session: Session, token: str, name: str, password: str, now: float, *, request_id: str = "") -> Person:
-    """The account that the invitation makes.
-
-    Raises:
-        DataError: the invitation is used, expired or unknown, or name or password cannot be taken.
-    """
-    invitation = open_invitation(session, token, now)
-    if invitation is None:
-        raise DataError(NO_INVITATION)
-    taken = update(Invitation).where(Invitation.id == invitation.id, Invitation.used_at.is_(None)).values(used_at=now)
-    if session.execute(taken).rowcount != 1:  # type: ignore[attr-defined]
-        raise DataError(NO_INVITATION)
-    person = create_person(session, name, password, invitation.role, now, request_id=request_id)
-    session.execute(update(Invitation).where(Invitation.id == invitation.id).values(used_by_id=person.id))
-    return person
-
-
 # --- tokens of programs ---------------------------------------------------------------------------------------------
 
 
@@ -385,10 +337,7 @@ def _record(
 
 
 def _keep_an_admin(session: Session, person: Person) -> None:
-    if person.role != "admin" or person.disabled_at is not None:
-        return
-    open_admins = select(func.count()).select_from(Person).where(Person.role == "admin", Person.disabled_at.is_(None))
-    if session.scalar(open_admins) == 1:
+    if person.role == "admin" and person.disabled_at is None and not has_admin(session, besides=person.id):
         raise DataError("This is the last admin; make another one first.")
 
 

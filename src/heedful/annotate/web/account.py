@@ -6,7 +6,7 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import select
 
-from heedful.annotate import people
+from heedful.annotate import invitations, people
 from heedful.annotate.tables import ApiToken, Person
 from heedful.annotate.web import pages
 from heedful.annotate.web.door import Posted, SignedIn, address, field, not_found
@@ -56,8 +56,8 @@ def join_page(request: Request, token: str) -> HTMLResponse:
     """The form of an invitation."""
     request.app.state.throttle.hit("login_per_address", address(request))
     with request.app.state.project.database.reading() as session:
-        if people.open_invitation(session, token, request.app.state.clock()) is None:
-            raise HTTPException(404, people.NO_INVITATION)
+        if invitations.open_invitation(session, token, request.app.state.clock()) is None:
+            raise HTTPException(404, invitations.NO_INVITATION)
     return pages.render(request, "join.html.j2", token=token, name="", message="")
 
 
@@ -71,7 +71,7 @@ def join(request: Request, token: str, form: Posted) -> Response:
         if password != field(form, "password_again"):
             raise DataError("The two passwords differ.")
         with state.project.database.writing() as session:
-            person = people.join(session, token, name, password, now, request_id=request.state.request_id)
+            person = invitations.join(session, token, name, password, now, request_id=request.state.request_id)
     except DataError as error:
         message = pages.text_of(request, str(error))
         return pages.render(request, "join.html.j2", status=422, token=token, name=name[:64], message=message)

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import select
 
-from heedful.annotate import people, project, trail
+from heedful.annotate import invitations, people, project, trail
 from heedful.annotate.progress import by_category, by_person
 from heedful.annotate.tables import Guideline, Person
 from heedful.annotate.web import pages
@@ -43,7 +43,7 @@ def invite(request: Request, visitor: Admin, form: Posted) -> Response:
     """A link that makes one account; this answer alone shows it."""
 
     def make(session: Any, by: Person, now: float, request_id: str) -> str:
-        return people.invite(session, field(form, "role"), now, by=by, request_id=request_id)
+        return invitations.invite(session, field(form, "role"), now, by=by, request_id=request_id)
 
     try:
         token = _do(request, visitor, make)
