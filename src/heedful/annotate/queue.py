@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session, aliased, joinedload, selectinload
 
 from heedful.annotate.project import hashed
 from heedful.annotate.settings import Settings
-from heedful.annotate.tables import Answer, Assignment, Exclusion, Item, Person, Shown
+from heedful.annotate.tables import Assignment, Exclusion, Item, Person, Shown
 
 TAKEN = ("leased", "submitted")
 _RANDOM = secrets.SystemRandom()
@@ -30,17 +30,11 @@ def claim_next(session: Session, person: Person, settings: Settings, now: float)
     Control items and repetitions come at the settings' rates, at places drawn anew for every person and never first,
     so that nobody can tell them by their place.
     """
-    session.execute(select(Person.id).where(Person.id == person.id).with_for_update(key_share=True))
-    if _is_excluded(session, person):
+    if not _may_rank(session, person):
         return None
     release_expired(session, now)
-    held: Assignment | None = session.scalars(
-        _mine(person).where(Assignment.state == "leased").order_by(Assignment.id)
-    ).first()
-    if held is not None:
-        return held
     until = now + 60 * settings.lease_minutes
-    return _resume(session, person, now, until) or _claim_new(session, person, settings, now, until)
+    return _held(session, person, until) or _claim_new(session, person, settings, now, until)
 
 
 def _claim_new(session: Session, person: Person, settings: Settings, now: float, until: float) -> Assignment | None:
@@ -85,17 +79,15 @@ def excluded_people() -> Select[Any]:
     return select(Exclusion.person_id).where(Exclusion.lifted_at.is_(None))
 
 
-def _is_excluded(session: Session, person: Person) -> bool:
-    return session.scalar(select(excluded_people().where(Exclusion.person_id == person.id).exists())) or False
+def _may_rank(session: Session, person: Person) -> bool:
+    """False for an excluded person. Locks the person (PostgreSQL), so that a double click cannot claim two items."""
+    row = select(Person.id.not_in(excluded_people())).where(Person.id == person.id).with_for_update(key_share=True)
+    return session.scalar(row) or False
 
 
 def whole(query: Select[Any]) -> Select[Any]:
     """The query with all that a page or a check needs of its assignments."""
     return query.options(joinedload(Assignment.item), selectinload(Assignment.shown).joinedload(Shown.answer))
-
-
-def _mine(person: Person) -> Select[Any]:
-    return whole(select(Assignment).where(Assignment.person_id == person.id))
 
 
 def num_taken(item_id: Any) -> ColumnElement[int]:
@@ -119,11 +111,15 @@ def is_open(session: Session, item_id: int) -> bool:
     return overlap is not None and taken is not None and taken < overlap
 
 
-def _resume(session: Session, person: Person, now: float, until: float) -> Assignment | None:
-    """An item the person's lease ran out on; with what was drafted and in the order that was shown."""
-    query = _mine(person).where(Assignment.state == "expired").order_by(Assignment.leased_at.desc())
-    assignments: list[Assignment] = list(session.scalars(query))
-    for assignment in assignments:
+def _held(session: Session, person: Person, until: float) -> Assignment | None:
+    """What the person holds, else what their lease ran out on, with its draft and in the order that was shown."""
+    query = whole(select(Assignment)).where(
+        Assignment.person_id == person.id, Assignment.state.in_(("leased", "expired"))
+    )
+    found: list[Assignment] = list(session.scalars(query.order_by(Assignment.state.desc(), Assignment.id.desc())))
+    for assignment in found:
+        if assignment.state == "leased":
+            return assignment
         if assignment.item.is_gold or assignment.repetition or is_open(session, assignment.item_id):
             assignment.state, assignment.lease_until = "leased", until
             session.flush()
@@ -168,13 +164,19 @@ def _open_item(session: Session, person: Person, settings: Settings) -> int | No
     for of_category in _categories(session, settings):
         some = query.where(of_category) if of_category is not None else query
         while True:
-            # another claim may hold the last one and give it up: then wait for it rather than tell the person to go
-            found = session.scalar(some.with_for_update(skip_locked=True, key_share=True)) or session.scalar(some)
+            found = session.scalar(some.with_for_update(skip_locked=True, key_share=True))
+            if found is None and not _is_alone(session):
+                found = session.scalar(some)  # another claim holds it and may give it up: wait rather than send away
             if found is None:
                 break
-            if is_open(session, found):  # asked anew: it may have filled up between the query and the lock
+            if _is_alone(session) or is_open(session, found):  # it may have filled up between the query and the lock
                 return found
     return None
+
+
+def _is_alone(session: Session) -> bool:
+    """Whether nobody else can write during this transaction (SQLite)."""
+    return session.get_bind().dialect.name == "sqlite"
 
 
 def _categories(session: Session, settings: Settings) -> list[ColumnElement[bool] | None]:
@@ -195,26 +197,22 @@ def _categories(session: Session, settings: Settings) -> list[ColumnElement[bool
 
 def _hand_out(session: Session, person: Person, item_id: int, repetition: int, now: float, until: float) -> Assignment:
     """A lease with a new order of the answers; a repetition's differs from the first one's."""
-    answers = list(session.scalars(select(Answer.id).where(Answer.item_id == item_id).order_by(Answer.position)))
-    before = session.scalars(
-        select(Shown.answer_row_id)
-        .join(Assignment)
-        .where(Assignment.item_id == item_id, Assignment.person_id == person.id)
-        .order_by(Shown.slot)
-    ).all()
+    item = session.get_one(Item, item_id, options=[selectinload(Item.answers)])
+    answers = list(item.answers)
     _RANDOM.shuffle(answers)
-    while answers == before:
-        _RANDOM.shuffle(answers)
+    if repetition:
+        first = select(Shown.answer_row_id).join(Assignment).order_by(Shown.slot)
+        before = session.scalars(first.where(Assignment.item_id == item_id, Assignment.person_id == person.id)).all()
+        while [answer.id for answer in answers] == before:
+            _RANDOM.shuffle(answers)
     assignment = Assignment(
-        public_id=new_id(), item_id=item_id, person_id=person.id, repetition=repetition, state="leased",
-        leased_at=now, lease_until=until, opened_at=now, nonce=new_id(),
-        shown=[Shown(slot=slot, answer_row_id=answer, public_id=new_id()) for slot, answer in enumerate(answers)],
+        public_id=new_id(), item=item, person_id=person.id, repetition=repetition, state="leased", leased_at=now,
+        lease_until=until, opened_at=now, nonce=new_id(),
+        shown=[Shown(slot=slot, answer=answer, public_id=new_id()) for slot, answer in enumerate(answers)],
     )  # fmt: skip
     session.add(assignment)
     session.flush()
-    query = whole(select(Assignment)).where(Assignment.id == assignment.id).execution_options(populate_existing=True)
-    handed_out: Assignment = session.scalars(query).one()
-    return handed_out
+    return assignment
 
 
 def new_id() -> str:

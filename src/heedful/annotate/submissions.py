@@ -7,16 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import ColumnElement, func, select, update
 from sqlalchemy.orm import Session
+from sqlalchemy.orm.attributes import set_committed_value
 
 from heedful.annotate import trail
-from heedful.annotate.project import guideline, storable
+from heedful.annotate.project import storable
 from heedful.annotate.queue import is_open, new_id, release_expired, whole
 from heedful.annotate.settings import FLAGS, SKIP_REASONS, STRENGTHS, Settings
 from heedful.annotate.tables import Assignment, Guideline, Person, Submission
 from heedful.errors import DataError
 
+HELD = ("leased", "expired")
+"""States in which a person may still say something, an expired lease as long as the item needs it."""
 MAX_RANK = 9
 MAX_RATING = 5
 MAX_REASON = 5_000
@@ -115,19 +118,15 @@ def submit(
             ("stale"); it was submitted before and this is no correction ("submitted"); or the lease ran out and others
             have ranked the item meanwhile ("taken").
     """
-    stored = _stored(session, assignment, nonce)
-    if stored is not None:
+    if nonce != assignment.nonce and (stored := _stored(session, assignment, nonce)):
         return Stored(stored, is_repeat=True)
     content = checked(assignment, said, settings)
-    fresh = new_id()
-    if not _take(session, assignment, nonce, fresh, now, correct):
-        stored = _stored(session, assignment, nonce)  # the other click of a double click, a moment ago
-        if stored is not None:
+    is_first = assignment.state != "submitted"
+    if not _take(session, assignment, nonce, now, correct):
+        if stored := _stored(session, assignment, nonce):  # the other click of a double click, a moment ago
             return Stored(stored, is_repeat=True)
         raise _why_not(session, assignment, correct)
-    before = session.scalars(
-        select(Submission).where(Submission.assignment_id == assignment.id).order_by(Submission.revision.desc())
-    ).first()
+    before = None if is_first else _last(session, assignment)
     submission = Submission(
         assignment_id=assignment.id, revision=before.revision + 1 if before else 1, nonce=nonce, created_at=now,
         seconds=now - assignment.opened_at if before is None and assignment.opened_at is not None else None,
@@ -136,14 +135,18 @@ def submit(
     )  # fmt: skip
     session.add(submission)
     if before is not None:
-        session.refresh(assignment, ["person"])
         trail.record(
-            session, who=assignment.person.pseudonym, action="correct ranking", object=assignment.item.group_id,
-            before=before.said, after=content, request_id=request_id, now=now,
+            session, who=session.get_one(Person, assignment.person_id).pseudonym, action="correct ranking",
+            object=assignment.item.group_id, before=before.said, after=content, request_id=request_id, now=now,
         )  # fmt: skip
     session.flush()
-    session.refresh(assignment, ["state", "nonce", "ended_at", "draft", "lease_until", "submissions"])
+    session.expire(assignment, ["submissions"])
     return Stored(submission, is_repeat=False)
+
+
+def _last(session: Session, assignment: Assignment) -> Submission | None:
+    mine = select(Submission).where(Submission.assignment_id == assignment.id).order_by(Submission.revision.desc())
+    return session.scalars(mine.limit(1)).first()
 
 
 def _stored(session: Session, assignment: Assignment, nonce: str) -> Submission | None:
@@ -151,30 +154,35 @@ def _stored(session: Session, assignment: Assignment, nonce: str) -> Submission 
     return session.scalars(mine).one_or_none()
 
 
-def _take(session: Session, assignment: Assignment, nonce: str, fresh: str, now: float, correct: bool) -> bool:
+def _take(session: Session, assignment: Assignment, nonce: str, now: float, correct: bool) -> bool:
     """Change the state, provided that it is still the one it must be; of two at once only one succeeds."""
-    change = update(Assignment).where(Assignment.id == assignment.id, Assignment.nonce == nonce)
-    change = change.execution_options(synchronize_session=False)
-    done: dict[str, Any] = {"state": "submitted", "nonce": fresh, "draft": None}
-    if correct and _changed(session, change.where(Assignment.state == "submitted").values(**done)):
+    new: dict[str, Any] = {"state": "submitted", "nonce": new_id(), "draft": None}
+    mine = Assignment.nonce == nonce
+    if assignment.state == "submitted":
+        return correct and _change(session, assignment, new, mine, Assignment.state == "submitted")
+    return _while_needed(session, assignment, new | {"ended_at": now}, now, mine)
+
+
+def _change(session: Session, assignment: Assignment, new: dict[str, Any], *where: ColumnElement[bool]) -> bool:
+    """Change the row if it is as ``where`` says."""
+    change = update(Assignment).where(Assignment.id == assignment.id, *where).values(**new)
+    done = session.execute(change.execution_options(synchronize_session=False))
+    if done.rowcount == 1:  # type: ignore[attr-defined]
+        for name, value in new.items():
+            set_committed_value(assignment, name, value)
         return True
-    done["ended_at"] = now
-    on_time = change.where(Assignment.state == "leased", Assignment.lease_until >= now)
-    if _changed(session, on_time.values(**done)):
+    return False
+
+
+def _while_needed(
+    session: Session, assignment: Assignment, new: dict[str, Any], now: float, *where: ColumnElement[bool]
+) -> bool:
+    """Change a row that the person holds, or held and that is still needed: nobody else has the item's last place."""
+    if _change(session, assignment, new, Assignment.state == "leased", Assignment.lease_until >= now, *where):
         return True
-    if not _still_needed(session, assignment, now):
-        return False
-    return _changed(session, change.where(Assignment.state.in_(("leased", "expired"))).values(**done))
-
-
-def _changed(session: Session, change: Any) -> bool:
-    return int(session.execute(change).rowcount) == 1  # type: ignore[attr-defined]
-
-
-def _still_needed(session: Session, assignment: Assignment, now: float) -> bool:
-    """Whether a lease that ran out may be taken up: always where nobody else can have the item's place."""
     release_expired(session, now, assignment.item_id)
-    return assignment.item.is_gold or assignment.repetition > 0 or is_open(session, assignment.item_id)
+    needed = assignment.item.is_gold or assignment.repetition > 0 or is_open(session, assignment.item_id)
+    return needed and _change(session, assignment, new, Assignment.state.in_(HELD), *where)
 
 
 def _why_not(session: Session, assignment: Assignment, correct: bool) -> Refused:
@@ -189,10 +197,11 @@ def _why_not(session: Session, assignment: Assignment, correct: bool) -> Refused
 
 
 def _shown_version(session: Session, version: int | None) -> int:
-    newest = guideline(session).version
-    if version is not None and session.scalar(select(Guideline.id).where(Guideline.version == version)) is None:
+    if version is None:
+        return session.scalar(select(func.max(Guideline.version))) or 1
+    if session.scalar(select(Guideline.id).where(Guideline.version == version)) is None:
         raise Refused("bad_form", "There is no such version of the guideline.", field="guideline_version")
-    return newest if version is None else version
+    return version
 
 
 def checked(assignment: Assignment, said: Said, settings: Settings) -> dict[str, Any]:
@@ -289,13 +298,9 @@ def save_draft(session: Session, assignment: Assignment, draft: Any, *, settings
         raise Refused("bad_form", "A draft must be an object.")
     if len(json.dumps(draft)) > MAX_DRAFT:
         raise Refused("too_long", "The text is longer than {max} characters.", max=MAX_DRAFT)
-    change = update(Assignment).where(Assignment.id == assignment.id).execution_options(synchronize_session=False)
     kept = {"state": "leased", "draft": draft, "lease_until": now + 60 * settings.lease_minutes}
-    on_time = change.where(Assignment.state == "leased", Assignment.lease_until >= now).values(**kept)
-    late = change.where(Assignment.state.in_(("leased", "expired"))).values(**kept)
-    if not _changed(session, on_time) and not (_still_needed(session, assignment, now) and _changed(session, late)):
+    if not _while_needed(session, assignment, kept, now):
         raise _why_not(session, assignment, correct=False)
-    session.refresh(assignment, ["state", "draft", "lease_until"])
 
 
 def skip(session: Session, assignment: Assignment, reason: str, note: str = "", *, now: float) -> None:
@@ -307,10 +312,8 @@ def skip(session: Session, assignment: Assignment, reason: str, note: str = "", 
     if reason not in SKIP_REASONS:
         raise Refused("bad_reason", "Choose why you skip this item.", field="skip_reason")
     _check_text(note, "skip_note")
-    change = update(Assignment).where(Assignment.id == assignment.id).execution_options(synchronize_session=False)
     skipped = {"state": "skipped", "skip_reason": reason, "skip_note": note.strip(), "ended_at": now, "draft": None}
-    if not _changed(session, change.where(Assignment.state.in_(("leased", "expired"))).values(**skipped)):
-        session.refresh(assignment, ["state"])
-        if assignment.state != "skipped":
-            raise _why_not(session, assignment, correct=False)
-    session.refresh(assignment, ["state", "skip_reason", "skip_note", "ended_at", "draft"])
+    if not _change(session, assignment, skipped, Assignment.state.in_(HELD)):
+        refused = _why_not(session, assignment, correct=False)
+        if refused.code != "skipped":
+            raise refused
