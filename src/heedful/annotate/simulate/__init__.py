@@ -1,0 +1,1 @@
+"""Simulated raters that work through the JSON interface: for tests, demonstrations and power calculations."""
