@@ -1,7 +1,7 @@
 """Collect the texts of the annotation pages and compile their Chinese catalogue.
 
-    python scripts/translate.py           # new texts go into heedful.po, to be translated there; then run it again
-    python scripts/translate.py --check   # complain when a text is new, gone or untranslated, or the .mo file is old
+New texts go into heedful.po; translate them there and run this again. With --check nothing is written: it complains
+when a text is new, gone or untranslated, or when heedful.mo is older than heedful.po.
 """
 
 from __future__ import annotations

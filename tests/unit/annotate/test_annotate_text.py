@@ -124,7 +124,8 @@ def test_no_load_from_anywhere():
 
 
 def test_ordinary_markdown_is_formatted():
-    page = to_html("# Head\n\none\ntwo **b** *i* ~~s~~ `c`\n\n3. x\n4. y\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```py\nf()\n```")
+    text = "# Head\n\none\ntwo **b** *i* ~~s~~ `c`\n\n3. x\n4. y\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```py\nf()\n```"
+    page = to_html(text)
     for part in ["<h4>Head</h4>", "one<br>\ntwo", "<strong>b</strong>", "<em>i</em>", "<s>s</s>", "<code>c</code>",
                  '<ol start="3">', "<td>2</td>", "<pre><code>f()\n</code></pre>"]:  # fmt: skip
         assert part in page, part
@@ -141,7 +142,7 @@ def test_where_a_link_leads_is_read_without_following_it():
     assert to_html("[bank](https://evil.example/login)").endswith("bank</a> (https://evil.example/login)</p>\n")
     assert to_html("<https://a.example>").count("https://a.example") == 2
     assert to_html("<me@a.example>").count("me@a.example") == 2
-    nested = to_html("[**b** `c`](https://a.example/?q=<&x=\"y)")
+    nested = to_html('[**b** `c`](https://a.example/?q=<&x="y)')
     assert "(https://a.example/?q=%3C&amp;x=%22y)" in nested
 
 
@@ -150,9 +151,9 @@ def test_a_text_of_any_shape_takes_little_time():
               "|a" * 800 + "\n" + "|-" * 800 + "\n" + "|x\n" * 15_000, "".join(" " * i + "- a\n" for i in range(300)),
               "*_" * 25_000, "<a " * 16_000, "![" * 25_000, "&" * 50_000, "x" * 200_000]  # fmt: skip
     for text in shapes:
-        began = time.perf_counter()
+        began = time.process_time()
         assert to_html(text)
-        assert time.perf_counter() - began < 5, text[:20]
+        assert time.process_time() - began < 5, text[:20]
 
 
 def test_a_very_long_text_is_shown_as_it_is():
@@ -173,4 +174,5 @@ def test_SEC_02_templates_hold_no_inline_script_or_style():
         assert not re.search(r"\sstyle=|<style|\son\w+=|javascript:", source), path
         assert all("src=" in tag for tag in re.findall(r"<script[^>]*>", source)), path
     for path in WEB.rglob("*.js"):
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", path.read_text())
+        source = path.read_text(encoding="utf-8")
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", source)

@@ -48,7 +48,7 @@ class Card:
     letter: str
     public_id: str
     text: str
-    rank: Any = None
+    rank: int | None = None
     flags: list[str] = field(default_factory=list)
     ratings: dict[str, Any] = field(default_factory=dict)
 
@@ -201,14 +201,7 @@ def _screen(
     refusal: Refused | None = None,
 ) -> Response:
     """The ranking screen filled with ``said``."""
-    cards = [
-        Card(
-            letter, shown.public_id, shown.answer.text, _part(said, "ranks").get(shown.public_id),
-            _part(said, "flags").get(shown.public_id) or [],
-            {name: of.get(shown.public_id) for name, of in _part(said, "ratings").items()},
-        )
-        for letter, shown in _lettered(assignment)
-    ]  # fmt: skip
+    cards = _cards(assignment, said)
     notes = []
     if refusal is not None:
         notes.append({"kind": "bad", "text": _words(request, refusal, cards)})
@@ -232,6 +225,21 @@ EXPIRED = (
     "You have had this item for long, so it may have gone to somebody else. What you submit counts as long as it is "
     "still needed."
 )
+
+
+def _cards(assignment: Assignment, said: dict[str, Any]) -> list[Card]:
+    """The answers with what was said of them, as far as it can be filled in again."""
+    ranks, flags, ratings = (said.get(part) or {} for part in ("ranks", "flags", "ratings"))
+    possible = range(1, 1 + len(assignment.shown))
+    return [
+        Card(
+            letter, shown.public_id, shown.answer.text,
+            ranks[shown.public_id] if ranks.get(shown.public_id) in possible else None,
+            flags.get(shown.public_id) or [],
+            {name: of.get(shown.public_id) for name, of in ratings.items()},
+        )
+        for letter, shown in _lettered(assignment)
+    ]  # fmt: skip
 
 
 def _done(request: Request, assignment: Assignment, refusal: Refused | None = None) -> Response:
@@ -317,10 +325,6 @@ def _said_before(assignment: Assignment) -> dict[str, Any]:
         "ratings": {name: {names[id]: value for id, value in of.items()} for name, of in last.said["ratings"].items()},
         "all_bad": last.all_bad, "strength": last.strength, "reason": last.reason,
     }  # fmt: skip
-
-
-def _part(said: dict[str, Any], name: str) -> dict[str, Any]:
-    return said.get(name) or {}
 
 
 def _whole(text: str) -> int | None:
