@@ -38,7 +38,7 @@ def create_app(
         limits: how often one may try to log in and send; None = the defaults.
     """
     app = FastAPI(
-        title=project.settings.name, docs_url=None, redoc_url=None, openapi_url=None,
+        title=project.settings.name, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False,
         # no spans: the path of an invitation is a secret, and a database's message may hold what somebody typed
         telemetry={"tracing": False, "logs": False, "auto_configure": False},
     )  # fmt: skip
