@@ -10,14 +10,17 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, case, exists, func, select, update
+from sqlalchemy import ColumnElement, Select, and_, case, exists, func, or_, select, update
 from sqlalchemy.orm import Session, aliased, joinedload, selectinload
+from sqlalchemy.orm.attributes import set_committed_value
 
 from heedful.annotate.project import hashed
 from heedful.annotate.settings import Settings
 from heedful.annotate.tables import Assignment, Exclusion, Item, Person, Shown
 
 TAKEN = ("leased", "submitted")
+HELD = ("leased", "expired")
+"""States in which a person may still say something: also when the lease ran out, as long as the item needs it."""
 _RANDOM = secrets.SystemRandom()
 
 
@@ -32,9 +35,8 @@ def claim_next(session: Session, person: Person, settings: Settings, now: float)
     """
     if not _may_rank(session, person):
         return None
-    release_expired(session, now)
     until = now + 60 * settings.lease_minutes
-    return _held(session, person, until) or _claim_new(session, person, settings, now, until)
+    return _held(session, person, now, until) or _claim_new(session, person, settings, now, until)
 
 
 def _claim_new(session: Session, person: Person, settings: Settings, now: float, until: float) -> Assignment | None:
@@ -54,7 +56,7 @@ def _claim_new(session: Session, person: Person, settings: Settings, now: float,
         item_id = _own_item(session, person, now - 3600 * settings.repeat_after_hours)
         repetition = int(item_id is not None)
     if item_id is None:
-        item_id = _open_item(session, person, settings)
+        item_id = _open_item(session, person, settings, now)
     return _hand_out(session, person, item_id, repetition, now, until) if item_id is not None else None
 
 
@@ -62,16 +64,6 @@ def is_due(key: str, num_seen: int, num_given: int, rate: float) -> bool:
     """Whether the next of a kind comes now: one in every 1/rate items, at a place in them that ``key`` decides."""
     place = hashed(f"{key} {num_seen}") / 2**31
     return rate > 0 and num_given >= max(1.0, (num_seen + place) / rate)
-
-
-def release_expired(session: Session, now: float, item_id: int | None = None) -> None:
-    """Leases that ran out become free; one that is being submitted at this moment (PostgreSQL: locked) is left."""
-    ran_out = and_(Assignment.state == "leased", Assignment.lease_until < now)
-    if item_id is not None:
-        ran_out = and_(ran_out, Assignment.item_id == item_id)
-    ids = session.scalars(select(Assignment.id).where(ran_out).with_for_update(skip_locked=True)).all()
-    if ids:
-        session.execute(update(Assignment).where(Assignment.id.in_(ids)).values(state="expired"))
 
 
 def excluded_people() -> Select[Any]:
@@ -90,41 +82,75 @@ def whole(query: Select[Any]) -> Select[Any]:
     return query.options(joinedload(Assignment.item), selectinload(Assignment.shown).joinedload(Shown.answer))
 
 
-def num_taken(item_id: Any) -> ColumnElement[int]:
-    """How many people hold or have ranked an item."""
-    return (
-        select(func.count(Assignment.id))
-        .where(
-            Assignment.item_id == item_id,
-            Assignment.state.in_(TAKEN),
-            Assignment.repetition == 0,
-            Assignment.person_id.not_in(excluded_people()),
-        )
-        .scalar_subquery()
+def num_taken(item_id: Any, now: float, *, other_than: int | None = None) -> ColumnElement[int]:
+    """How many people (other than the one of that id) hold or have ranked an item."""
+    taken = select(func.count(Assignment.id)).where(
+        Assignment.item_id == item_id,
+        or_(Assignment.state == "submitted", and_(Assignment.state == "leased", Assignment.lease_until >= now)),
+        Assignment.repetition == 0,
+        Assignment.person_id.not_in(excluded_people()),
     )
+    if other_than is not None:
+        taken = taken.where(Assignment.person_id != other_than)
+    return taken.scalar_subquery()
 
 
-def is_open(session: Session, item_id: int) -> bool:
-    """Whether the item lacks people. Its row is locked (PostgreSQL) until the transaction ends."""
-    overlap = session.scalar(select(Item.overlap).where(Item.id == item_id).with_for_update(key_share=True))
-    taken = session.scalar(select(num_taken(Item.id)).where(Item.id == item_id))
-    return overlap is not None and taken is not None and taken < overlap
+def is_open(session: Session, item_id: int, person_id: int, now: float) -> bool:
+    """Whether the item lacks people beside this one. If so, its row is locked and leases that ran out are ended.
+
+    PostgreSQL: whoever changes an item's leases locks the item first, and asks only then; a submission in time is safe
+    without, since its row is locked before or after the lease is ended here.
+    """
+    lacking = select(Item.id).where(Item.id == item_id, num_taken(item_id, now, other_than=person_id) < Item.overlap)
+    if session.scalar(lacking) is None:
+        return False
+    if not _is_alone(session):
+        session.execute(select(Item.id).where(Item.id == item_id).with_for_update(key_share=True))
+    ran_out = update(Assignment).where(
+        Assignment.item_id == item_id,
+        Assignment.person_id != person_id,
+        Assignment.state == "leased",
+        Assignment.lease_until < now,
+    )
+    session.execute(ran_out.values(state="expired").execution_options(synchronize_session=False))
+    return _is_alone(session) or session.scalar(lacking) is not None
 
 
-def _held(session: Session, person: Person, until: float) -> Assignment | None:
+def _is_alone(session: Session) -> bool:
+    """Whether nobody else can write during this transaction (SQLite)."""
+    return session.get_bind().dialect.name == "sqlite"
+
+
+def _held(session: Session, person: Person, now: float, until: float) -> Assignment | None:
     """What the person holds, else what their lease ran out on, with its draft and in the order that was shown."""
-    query = whole(select(Assignment)).where(
-        Assignment.person_id == person.id, Assignment.state.in_(("leased", "expired"))
-    )
-    found: list[Assignment] = list(session.scalars(query.order_by(Assignment.state.desc(), Assignment.id.desc())))
+    query = whole(select(Assignment)).where(Assignment.person_id == person.id, Assignment.state.in_(HELD))
+    found: list[Assignment] = list(session.scalars(query.order_by(Assignment.lease_until.desc())))
     for assignment in found:
-        if assignment.state == "leased":
+        if assignment.state == "leased" and assignment.lease_until >= now:
             return assignment
-        if assignment.item.is_gold or assignment.repetition or is_open(session, assignment.item_id):
-            assignment.state, assignment.lease_until = "leased", until
-            session.flush()
+        again = {"state": "leased", "lease_until": until}
+        if is_needed(session, assignment, now) and change(session, assignment, again, Assignment.state.in_(HELD)):
             return assignment
     return None
+
+
+def is_needed(session: Session, assignment: Assignment, now: float) -> bool:
+    """Whether a lease that ran out may be taken up again: nobody else has the last place of its item."""
+    if assignment.item.is_gold or assignment.repetition:
+        return True
+    return is_open(session, assignment.item_id, assignment.person_id, now)
+
+
+def change(session: Session, assignment: Assignment, new: dict[str, Any], *where: ColumnElement[bool]) -> bool:
+    """Change the row in the database, if it is there as ``where`` says, and the object with it; of two at once only one
+    succeeds."""
+    statement = update(Assignment).where(Assignment.id == assignment.id, *where).values(**new)
+    done = session.execute(statement.execution_options(synchronize_session=False))
+    if done.rowcount != 1:  # type: ignore[attr-defined]
+        return False
+    for name, value in new.items():
+        set_committed_value(assignment, name, value)
+    return True
 
 
 def _never_had(person: Person) -> ColumnElement[bool]:
@@ -154,13 +180,14 @@ def _own_item(session: Session, person: Person, before: float) -> int | None:
     return _RANDOM.choice(ids) if ids else None
 
 
-def _open_for(person: Person) -> ColumnElement[bool]:
-    return and_(Item.is_gold.is_(False), _never_had(person), num_taken(Item.id) < Item.overlap)
+def _open_for(person: Person, now: float) -> ColumnElement[bool]:
+    return and_(Item.is_gold.is_(False), _never_had(person), num_taken(Item.id, now) < Item.overlap)
 
 
-def _open_item(session: Session, person: Person, settings: Settings) -> int | None:
+def _open_item(session: Session, person: Person, settings: Settings, now: float) -> int | None:
     """Of the category furthest behind its quota, those first that somebody began, then by place; its row is locked."""
-    query = select(Item.id).where(_open_for(person)).order_by((num_taken(Item.id) == 0), Item.place, Item.id).limit(1)
+    order = (num_taken(Item.id, now) == 0), Item.place, Item.id
+    query = select(Item.id).where(_open_for(person, now)).order_by(*order).limit(1)
     for of_category in _categories(session, settings):
         some = query.where(of_category) if of_category is not None else query
         while True:
@@ -169,14 +196,9 @@ def _open_item(session: Session, person: Person, settings: Settings) -> int | No
                 found = session.scalar(some)  # another claim holds it and may give it up: wait rather than send away
             if found is None:
                 break
-            if _is_alone(session) or is_open(session, found):  # it may have filled up between the query and the lock
+            if is_open(session, found, person.id, now):  # it may have filled up between the query and the lock
                 return found
     return None
-
-
-def _is_alone(session: Session) -> bool:
-    """Whether nobody else can write during this transaction (SQLite)."""
-    return session.get_bind().dialect.name == "sqlite"
 
 
 def _categories(session: Session, settings: Settings) -> list[ColumnElement[bool] | None]:
@@ -231,7 +253,7 @@ class Progress:
     """Items that this person could be given at present"""
 
 
-def progress(session: Session, person: Person) -> Progress:
+def progress(session: Session, person: Person, now: float) -> Progress:
     """Counts for the person's own page."""
     states = dict(
         session.execute(
@@ -240,5 +262,5 @@ def progress(session: Session, person: Person) -> Progress:
             .group_by(Assignment.state)
         ).all()
     )
-    num_open = session.scalar(select(func.count(Item.id)).where(_open_for(person))) or 0
+    num_open = session.scalar(select(func.count(Item.id)).where(_open_for(person, now))) or 0
     return Progress(states.get("submitted", 0), states.get("skipped", 0), num_open)

@@ -7,19 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import ColumnElement, func, select, update
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
-from sqlalchemy.orm.attributes import set_committed_value
 
 from heedful.annotate import trail
 from heedful.annotate.project import storable
-from heedful.annotate.queue import is_open, new_id, release_expired, whole
+from heedful.annotate.queue import HELD, change, is_needed, new_id, whole
 from heedful.annotate.settings import FLAGS, SKIP_REASONS, STRENGTHS, Settings
 from heedful.annotate.tables import Assignment, Guideline, Person, Submission
 from heedful.errors import DataError
 
-HELD = ("leased", "expired")
-"""States in which a person may still say something, an expired lease as long as the item needs it."""
 MAX_RANK = 9
 MAX_RATING = 5
 MAX_REASON = 5_000
@@ -125,7 +122,7 @@ def submit(
     if not _take(session, assignment, nonce, now, correct):
         if stored := _stored(session, assignment, nonce):  # the other click of a double click, a moment ago
             return Stored(stored, is_repeat=True)
-        raise _why_not(session, assignment, correct)
+        raise _why_not(session, assignment, now, correct)
     before = None if is_first else _last(session, assignment)
     submission = Submission(
         assignment_id=assignment.id, revision=before.revision + 1 if before else 1, nonce=nonce, created_at=now,
@@ -159,39 +156,26 @@ def _take(session: Session, assignment: Assignment, nonce: str, now: float, corr
     new: dict[str, Any] = {"state": "submitted", "nonce": new_id(), "draft": None}
     mine = Assignment.nonce == nonce
     if assignment.state == "submitted":
-        return correct and _change(session, assignment, new, mine, Assignment.state == "submitted")
+        return correct and change(session, assignment, new, mine, Assignment.state == "submitted")
     return _while_needed(session, assignment, new | {"ended_at": now}, now, mine)
-
-
-def _change(session: Session, assignment: Assignment, new: dict[str, Any], *where: ColumnElement[bool]) -> bool:
-    """Change the row if it is as ``where`` says."""
-    change = update(Assignment).where(Assignment.id == assignment.id, *where).values(**new)
-    done = session.execute(change.execution_options(synchronize_session=False))
-    if done.rowcount == 1:  # type: ignore[attr-defined]
-        for name, value in new.items():
-            set_committed_value(assignment, name, value)
-        return True
-    return False
 
 
 def _while_needed(
     session: Session, assignment: Assignment, new: dict[str, Any], now: float, *where: ColumnElement[bool]
 ) -> bool:
     """Change a row that the person holds, or held and that is still needed: nobody else has the item's last place."""
-    if _change(session, assignment, new, Assignment.state == "leased", Assignment.lease_until >= now, *where):
+    if change(session, assignment, new, Assignment.state == "leased", Assignment.lease_until >= now, *where):
         return True
-    release_expired(session, now, assignment.item_id)
-    needed = assignment.item.is_gold or assignment.repetition > 0 or is_open(session, assignment.item_id)
-    return needed and _change(session, assignment, new, Assignment.state.in_(HELD), *where)
+    return is_needed(session, assignment, now) and change(session, assignment, new, Assignment.state.in_(HELD), *where)
 
 
-def _why_not(session: Session, assignment: Assignment, correct: bool) -> Refused:
-    session.refresh(assignment, ["state", "nonce"])
+def _why_not(session: Session, assignment: Assignment, now: float, correct: bool = False) -> Refused:
+    session.refresh(assignment, ["state", "nonce", "lease_until"])
     if assignment.state == "submitted" and not correct:
         return Refused("submitted", "You have submitted this item already; open it under “My rankings” to correct it.")
     if assignment.state == "skipped":
         return Refused("skipped", "You have skipped this item.")
-    if assignment.state == "expired":
+    if assignment.state == "expired" or assignment.lease_until < now:
         return Refused("taken", "Your time for this item ran out and others have ranked it meanwhile; take the next.")
     return Refused("stale", "This page is out of date; load it again.")
 
@@ -300,7 +284,7 @@ def save_draft(session: Session, assignment: Assignment, draft: Any, *, settings
         raise Refused("too_long", "The text is longer than {max} characters.", max=MAX_DRAFT)
     kept = {"state": "leased", "draft": draft, "lease_until": now + 60 * settings.lease_minutes}
     if not _while_needed(session, assignment, kept, now):
-        raise _why_not(session, assignment, correct=False)
+        raise _why_not(session, assignment, now)
 
 
 def skip(session: Session, assignment: Assignment, reason: str, note: str = "", *, now: float) -> None:
@@ -313,7 +297,7 @@ def skip(session: Session, assignment: Assignment, reason: str, note: str = "", 
         raise Refused("bad_reason", "Choose why you skip this item.", field="skip_reason")
     _check_text(note, "skip_note")
     skipped = {"state": "skipped", "skip_reason": reason, "skip_note": note.strip(), "ended_at": now, "draft": None}
-    if not _change(session, assignment, skipped, Assignment.state.in_(HELD)):
-        refused = _why_not(session, assignment, correct=False)
+    if not change(session, assignment, skipped, Assignment.state.in_(HELD)):
+        refused = _why_not(session, assignment, now)
         if refused.code != "skipped":
             raise refused
