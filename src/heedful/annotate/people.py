@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sqlite3
 import unicodedata
+from contextlib import closing
 
 from sqlalchemy import delete, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from heedful.annotate import passwords, trail
+from heedful.annotate.database import BUSY_SECONDS, Database
 from heedful.annotate.project import COMMAND_LINE
 from heedful.annotate.settings import Settings
 from heedful.annotate.tables import ApiToken, Assignment, Exclusion, Login, Person, Submission
@@ -165,6 +168,15 @@ def forget(
         of_theirs = select(Assignment.id).where(theirs)
         session.execute(update(Submission).where(Submission.assignment_id.in_(of_theirs)).values(reason=""))
     _record(session, "forget person", person, by, now, request_id, after={"with_reasons": with_reasons})
+
+
+def erase_remains(database: Database) -> None:
+    """After :func:`forget`: what SQLite overwrites or deletes stays readable in its files until they are written anew.
+    PostgreSQL does that by itself in time (autovacuum)."""
+    if database.is_sqlite and database.url.database is not None:
+        with closing(sqlite3.connect(database.url.database, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
+            connection.execute("VACUUM")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 # --- passwords and logins -------------------------------------------------------------------------------------------

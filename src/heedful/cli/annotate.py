@@ -263,6 +263,7 @@ def run_forget(arguments: argparse.Namespace) -> None:
             raise ConfigError("nothing was deleted")
     with database.writing() as session:
         people.forget(session, _person(session, arguments), time.time(), with_reasons=arguments.with_reasons)
+    people.erase_remains(database)
     print(f"{pseudonym} has no name, no password and no notes any more; the rankings stay")
 
 

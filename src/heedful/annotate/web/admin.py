@@ -68,6 +68,8 @@ def change_person(request: Request, visitor: Admin, form: Posted, pseudonym: str
         _do(request, visitor, change)
     except DataError as error:
         return _people(request, status=422, message=pages.text_of(request, str(error)))
+    if verb == "forget":
+        people.erase_remains(request.app.state.project.database)
     return pages.see_other(f"/admin/people#{pseudonym}")
 
 
