@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 
@@ -72,6 +72,11 @@ class Verdicts:
     gap_V: np.ndarray
     """The others' consensus: mean over the other people (those excluded left out) of the difference of the answers'
     :func:`normal_scores`; NaN where nobody else ranked the item."""
+
+    def rows(self, mask_V: np.ndarray) -> Verdicts:
+        """A part of the rows; numbers of raters, groups and units stay as they are."""
+        columns = {name: column[mask_V] for name, column in vars(self).items() if name.endswith("_V")}
+        return replace(self, **columns)
 
     def of(self, rater: str) -> np.ndarray:
         """The rows of one rater, as a mask."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from heedful.annotate.quality.agreement import Figure, agreement, pair_rate, tau_of_pairs
 from heedful.annotate.quality.flags import FALSE_ALARMS, flagged, middles, simultaneous, tolerated
-from heedful.annotate.quality.pairs import first_rankings, verdict, verdicts
+from heedful.annotate.quality.pairs import Verdicts, first_rankings, verdict, verdicts
 from heedful.annotate.quality.raters import measures
 from heedful.annotate.submitted import Submitted
 from heedful.evaluate.intervals import middle, resampled_sums
@@ -32,14 +32,14 @@ def report(submitted: Iterable[Submitted]) -> dict[str, Any]:
     raters = sorted({s.annotator for s in everything})
     measured = measures(everything, level=simultaneous(len(raters)))
     found, centre = flagged(measured), middles(measured)
+    table = verdicts(kept)
     return {
         "counts": _counts(everything, kept),
         "agreement": agreement(rankings).to_json(),
-        "agreement_by_category": _by(kept, "category"),
-        "agreement_by_round": _by(kept, "round"),
+        "agreement_by_category": _by(table, {s.group_id: s.category for s in kept}),
+        "agreement_by_round": _by(table, {s.group_id: str(s.round) for s in kept}),
         "pairs_of_raters": [
-            {"raters": [one, other], "tau_b": tau, "num_prompts": num}
-            for one, other, tau, num in tau_of_pairs(verdicts(kept))
+            {"raters": [one, other], "tau_b": tau, "num_prompts": num} for one, other, tau, num in tau_of_pairs(table)
         ],
         "policies": strengths(kept),
         "level": simultaneous(len(raters)),
@@ -82,11 +82,10 @@ def _counts(everything: Sequence[Submitted], kept: Sequence[Submitted]) -> dict[
     }
 
 
-def _by(kept: Sequence[Submitted], attribute: str) -> dict[str, dict[str, Any]]:
-    groups: dict[str, list[Submitted]] = {}
-    for s in kept:
-        groups.setdefault(str(getattr(s, attribute)), []).append(s)
-    return {name: pair_rate(verdicts(group)).to_json() for name, group in sorted(groups.items())}
+def _by(table: Verdicts, part_of: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Pair agreement by what the items belong to."""
+    part_V = np.array([part_of[g] for g in table.groups])[table.group_V] if table.groups else np.array([])
+    return {name: pair_rate(table.rows(part_V == name)).to_json() for name in sorted(set(part_of.values()))}
 
 
 def strengths(rankings: Sequence[Submitted], *, seed: int = 0) -> dict[str, Any]:
