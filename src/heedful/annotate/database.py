@@ -47,7 +47,8 @@ class Database:
             raise DataError("the database must be sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME") from None
         except ModuleNotFoundError:
             raise DataError("a PostgreSQL database needs psycopg: pip install 'heedful[postgresql]'") from None
-        self._reader = self._engine.execution_options(writing=False, postgresql_readonly=True)
+        whole = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
+        self._reader = self._engine.execution_options(writing=False, **whole)
         self._writer = self._engine.execution_options(writing=True)
         self._turn = threading.Lock() if self.is_sqlite else nullcontext()
         if self.is_sqlite:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -84,9 +84,7 @@ def convert(
         rows = list(_pair_rows(rankings, to, min_agree_fraction, on_bad_row == "skip", loaded))
     if not rows:
         raise DataError(f"{source}: no pair is left to write ({loaded.summary()})")
-    num_rows = write_rows(out, rows)
-    if to == "llama_factory":
-        _add_dataset_info(Path(out))
+    num_rows = write_pairs(out, rows, to)
     return Converted(loaded, to, str(out), num_rows)
 
 
@@ -98,6 +96,25 @@ def record_row(record: Record) -> dict[str, Any]:
 def _pair_rows(
     rankings: list[Ranking], to: str, min_agree_fraction: float, skip: bool, loaded: Loaded
 ) -> Iterator[dict[str, Any]]:
+    def refuse(ranking: Ranking, bad: BadRow) -> None:
+        if not skip:
+            raise DataError(
+                f"{loaded.path}: the ranking {ranking.group_id} cannot be written as {to} ({bad}); "
+                "use trl_messages, or leave such rows out with on_bad_row=skip"
+            )
+        loaded.dropped[bad.reason] = loaded.dropped.get(bad.reason, 0) + 1
+
+    return pair_rows(rankings, to, min_agree_fraction=min_agree_fraction, on_bad=refuse)
+
+
+def pair_rows(
+    rankings: Iterable[Ranking], to: str, *, min_agree_fraction: float, on_bad: Callable[[Ranking, BadRow], None]
+) -> Iterator[dict[str, Any]]:
+    """Rows of a format of ``PAIR_EXPORTS``: all pairs that the consensus does not tie.
+
+    Args:
+        on_bad: called for a pair that cannot be said in that format, which is then left out.
+    """
     write = PAIR_EXPORTS[to][1]
     for ranking in rankings:
         for pair in to_pairs(ranking, min_agree_fraction=min_agree_fraction):
@@ -106,12 +123,15 @@ def _pair_rows(
             try:
                 yield write(pair)
             except BadRow as bad:
-                if not skip:
-                    raise DataError(
-                        f"{loaded.path}: the ranking {ranking.group_id} cannot be written as {to} ({bad}); "
-                        "use trl_messages, or leave such rows out with on_bad_row=skip"
-                    ) from None
-                loaded.dropped[bad.reason] = loaded.dropped.get(bad.reason, 0) + 1
+                on_bad(ranking, bad)
+
+
+def write_pairs(out: str | Path, rows: list[dict[str, Any]], to: str) -> int:
+    """Write rows of a format of ``PAIR_EXPORTS``, for LLaMA-Factory with the file's entry in dataset_info.json."""
+    num_rows = write_rows(out, rows)
+    if to == "llama_factory":
+        _add_dataset_info(Path(out))
+    return num_rows
 
 
 def write_rows(out: str | Path, rows: list[dict[str, Any]]) -> int:

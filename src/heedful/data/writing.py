@@ -60,6 +60,12 @@ def write_json(path: str | Path, value: Any) -> None:
         stream.write(json.dumps(value, ensure_ascii=False, indent=1).encode("utf-8") + b"\n")
 
 
+def write_text(path: str | Path, text: str) -> None:
+    """Write text as UTF-8, atomically."""
+    with _replacing(path) as stream:
+        stream.write(text.encode("utf-8"))
+
+
 def write_parquet(path: str | Path, rows: Iterable[dict[str, Any]]) -> int:
     """Write rows with equal keys as Parquet, atomically. Returns the number of rows."""
     import pyarrow
