@@ -69,7 +69,14 @@ def _add_project_verbs(subs: Any) -> None:
     _verb(subs, "progress", run_progress, "how far a project is, by category and by person")
     export = _verb(subs, "export", run_export, "write the rankings for training, with a data card")
     export.add_argument("--out", metavar="DIR", required=True, help="folder for the files")
-    export.add_argument("--to", metavar="NAME", default="master", help="as in `heedful data convert` (default master)")
+    export.add_argument(
+        "--to", nargs="+", metavar="FORMAT", default=["trl_messages"],
+        help="as in `heedful data convert` (default trl_messages); the master form is always written",
+    )  # fmt: skip
+    export.add_argument("--rounds", nargs="+", type=whole(0), metavar="N", help="these rounds alone (default: all)")
+    export.add_argument("--min_agree", type=float, default=0.0, metavar="F", help="leave out pairs with less agreement")
+    export.add_argument("--with_gold", action="store_true", help="keep control items in the master file")
+    export.add_argument("--with_excluded", action="store_true", help="keep the work of excluded people")
     report = _verb(subs, "report", run_report, "agreement, control items, length and position bias, what to review")
     report.add_argument("--json", action="store_true", help="print JSON")
 
@@ -272,18 +279,27 @@ def run_forget(arguments: argparse.Namespace) -> None:
 
 def run_export(arguments: argparse.Namespace) -> None:
     """``heedful annotate export``."""
-    from heedful.annotate.master import export
+    from heedful.annotate.master import View
     from heedful.annotate.project import open_project
+    from heedful.annotate.publish import publish
 
-    for path in export(open_project(arguments.project), arguments.out, to=arguments.to):
+    if not 0 <= arguments.min_agree <= 1:
+        raise ConfigError(f"--min_agree {arguments.min_agree:g}: give a part from 0 to 1")
+    view = View(
+        with_gold=arguments.with_gold, with_excluded=arguments.with_excluded, min_agree_fraction=arguments.min_agree,
+        rounds=None if arguments.rounds is None else tuple(arguments.rounds),
+    )  # fmt: skip
+    made = publish(open_project(arguments.project), arguments.out, to=arguments.to, view=view)
+    print(f"{made.card.num_items:,} items, {made.card.num_judgements:,} rankings, {made.card.num_pairs:,} pairs")
+    for path in made.files:
         print(path)
 
 
 def run_report(arguments: argparse.Namespace) -> None:
     """``heedful annotate report``."""
-    from heedful.annotate.master import submitted
     from heedful.annotate.project import open_project
     from heedful.annotate.quality.report import report, text
+    from heedful.annotate.results import submitted
 
     made = report(submitted(open_project(arguments.project)))
     print(json.dumps(made, ensure_ascii=False, indent=1) if arguments.json else text(made))

@@ -1,14 +1,18 @@
 """The pages of those who run a project."""
 
+import io
+import json
 import re
+import zipfile
 
 import pytest
 from sqlalchemy import select
 
 from heedful.annotate import people, trail
+from heedful.annotate.master import VIEWS
 from heedful.annotate.project import guideline
 from heedful.annotate.tables import Invitation, Person
-from toy_project import NOW, claim, items, make_people, make_project, rank
+from toy_project import NOW, claim, items, make_people, make_project, rank, work
 from toy_rater import Clock, Page, Rater
 
 HOSTILE = '<script>alert(1)</script>"\'><img src=x onerror=alert(1)>'
@@ -153,10 +157,42 @@ def test_the_log_is_paged_newest_first(admin):
     assert admin.get("/admin/log?before=x").status_code == 422
 
 
+def test_an_export_is_a_zip_with_a_card_that_says_who_is_left_out(admin):
+    with admin.project.database.reading() as session:
+        one, two = (people.by_pseudonym(session, f"rater-{i}") for i in range(2))
+    nothing = admin.get("/exports/trl_messages")
+    assert nothing.status_code == 422 and "ranked yet" in nothing.text
+    work(admin.project, one, 2)
+    work(admin.project, two, 1)
+    change(admin, "rater-1", "exclude", reason="clicks too fast")
+    answer = admin.get("/exports/trl_messages")
+    assert answer.headers["content-disposition"] == 'attachment; filename="heedful-trl_messages.zip"'
+    assert answer.headers["cache-control"] == "no-store"
+    archive = zipfile.ZipFile(io.BytesIO(answer.content))
+    assert archive.namelist() == ["README.md", "card.json", "rankings.jsonl", "trl_messages.jsonl"]
+    rankings = [json.loads(line) for line in archive.read("rankings.jsonl").splitlines()]
+    assert [r["annotator"] for row in rankings for r in row["rankings"]] == ["rater-0"] * 2
+    pairs = [json.loads(line) for line in archive.read("trl_messages.jsonl").splitlines()]
+    assert len(pairs) == 2 * 6 and all("Answer 3" not in pair["chosen"][0]["content"] for pair in pairs)
+    card = json.loads(archive.read("card.json"))
+    assert [(one["annotator"], one["reason"]) for one in card["excluded"]] == [("rater-1", "clicks too fast")]
+    assert "undefined" in card["agreement"]["Krippendorff's alpha"]
+    everything = b"".join(archive.read(name) for name in archive.namelist())
+    assert b"person 0" not in everything and b"person 1" not in everything, "pseudonyms only"
+    assert ("rater-ann", "export", "trl_messages") in actions(admin)
+
+
+def test_SEC_09_an_export_has_a_name_never_a_path(admin):
+    page = admin.get("/exports")
+    assert set(re.findall(r'href="/exports/(\w+)"', page.text)) == set(VIEWS)
+    for name in ("..%2f..%2fetc%2fpasswd", "/etc/passwd", "%2e%2e", "master.jsonl", "master%00", "MASTER", "nothing"):
+        assert admin.get(f"/exports/{name}").status_code == 404, name
+
+
 def test_pages_work_in_chinese(admin):
     with admin.project.database.writing() as session:
         session.get_one(Person, admin.person.id).language = "zh_CN"
-    for path in ("/admin", "/admin/people", "/admin/guideline", "/admin/log", "/account"):
+    for path in ("/admin", "/admin/people", "/admin/guideline", "/admin/log", "/account", "/exports"):
         answer = admin.get(path)
         assert answer.status_code == 200 and 'lang="zh-CN"' in answer.text, path
         assert len(re.findall("[\u4e00-\u9fff]", answer.text)) > 20, path

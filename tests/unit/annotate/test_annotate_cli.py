@@ -20,6 +20,7 @@ from heedful.annotate.project import open_project
 from heedful.annotate.web.serve import check_address, is_loopback
 from heedful.cli.main import main
 from heedful.errors import ConfigError
+from toy_project import NOW, work
 
 PASSWORD = "correct horse battery"
 
@@ -163,6 +164,32 @@ def test_tokens_and_invitations_are_printed_once(made, folder):
         assert people.person_of_token(session, token, "export", time.time()).name == "ann"
     code, link, _ = made("invite", "--url", "https://rank.test/")
     assert re.fullmatch(r"https://rank\.test/join/[\w-]{43}", link)
+
+
+def test_results_are_reported_and_exported(made, folder):
+    code, _, error = made("export", "--out", folder / "out")
+    assert code == 2 and "nothing" in error and "ranked yet" in error and not (folder / "out").exists()
+    project = open_project(folder / "p")
+    with project.database.writing() as session:
+        ben = people.create_person(session, "ben", PASSWORD, "annotator", NOW)
+    assert len(work(project, ben, now=NOW)) == 2
+    code, out, _ = made("export", "--out", folder / "out", "--to", "trl", "openrlhf")
+    assert code == 0 and out.splitlines()[0] == "2 items, 2 rankings, 2 pairs"
+    names = {path.name for path in (folder / "out").iterdir()}
+    assert names == {"rankings.jsonl", "trl.jsonl", "openrlhf.jsonl", "card.json", "README.md"}
+    assert {str(folder / "out" / name) for name in names} == set(out.splitlines()[1:])
+    rows = [json.loads(line) for line in (folder / "out" / "rankings.jsonl").read_text().splitlines()]
+    assert [row["rankings"][0]["annotator"] for row in rows] == [ben.pseudonym] * 2
+    code, _, error = made("export", "--out", folder / "out2", "--to", "csv")
+    assert code == 2 and "'csv'" in error and "trl_messages" in error
+    code, _, error = made("export", "--out", folder / "out2", "--rounds", "7")
+    assert code == 2 and "ranked yet" in error
+    code, _, error = made("export", "--out", folder / "out2", "--min_agree", "70")
+    assert code == 2 and "from 0 to 1" in error
+    code, out, _ = made("report", "--json")
+    assert code == 0 and list(json.loads(out)["raters"]) == [ben.pseudonym]
+    code, out, _ = made("report")
+    assert code == 0 and ben.pseudonym in out and "ben" not in out.replace(ben.pseudonym, "")
 
 
 # --- serving --------------------------------------------------------------------------------------------------------

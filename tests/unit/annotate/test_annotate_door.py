@@ -183,18 +183,20 @@ def test_SEC_05_pages_of_other_roles_and_ids_of_others_look_like_none_at_all(bro
     assert nothing.status_code == 404
     heading = re.search("<h1>.*</h1>", nothing.text).group()
     kept = {"/", "/mine", "/guideline", "/account", "/next", "/account/password", "/account/token",
-            "/account/logout_everywhere", "/dashboard"}  # fmt: skip
+            "/account/logout_everywhere"}  # fmt: skip
     seen = 0
     for method, path, declared in routes(browser.app):
         if declared in OPEN | kept or method == "HEAD" or (path.startswith("/api/") and "openapi" not in path):
             continue
-        if name == "rio" and declared.startswith("/dashboard"):
+        if name == "rio" and declared.startswith(("/dashboard", "/exports")):
             continue
         seen += 1
         answer = browser.request(method, path, data={"form_token": browser.token()} if method == "POST" else None)
         assert answer.status_code == 404, (method, path)
         assert path.startswith("/api/") or heading in answer.text, (method, path)
     assert seen > 10
+    for path in ("/dashboard", "/exports"):
+        assert browser.get(path).status_code == (200 if name == "rio" else 404)
 
 
 # --- forms of other sites -------------------------------------------------------------------------------------------

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import tempfile
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -10,14 +14,18 @@ from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import select
 
 from heedful.annotate import invitations, people, project, trail
+from heedful.annotate.master import VIEWS
 from heedful.annotate.progress import by_category, by_person
+from heedful.annotate.publish import publish
 from heedful.annotate.tables import Guideline, Person
 from heedful.annotate.web import pages
 from heedful.annotate.web.door import Posted, Visitor, field, needs, not_found
 from heedful.errors import DataError
 
 router = APIRouter(prefix="/admin")
+exports = APIRouter()
 Admin = Annotated[Visitor, Depends(needs("admin"))]
+Reviewer = Annotated[Visitor, Depends(needs("reviewer"))]
 LOG_PAGE = 100
 
 
@@ -152,6 +160,35 @@ def log_page(request: Request, visitor: Admin, before: int | None = None) -> HTM
         rows = trail.newest(session, before_id=before, limit=LOG_PAGE + 1)
     older = rows[LOG_PAGE - 1].id if len(rows) > LOG_PAGE else None
     return pages.render(request, "log.html.j2", rows=rows[:LOG_PAGE], older=older)
+
+
+@exports.get("/exports")
+def exports_page(request: Request, visitor: Reviewer) -> HTMLResponse:
+    """What can be downloaded."""
+    return pages.render(request, "exports.html.j2", views=VIEWS)
+
+
+@exports.get("/exports/{name}")
+def download(request: Request, visitor: Reviewer, name: str) -> Response:
+    """A view by name with its data card, which says whose work is left out and why, as a zip file."""
+    if name not in VIEWS:
+        raise not_found()
+    with tempfile.TemporaryDirectory(prefix="heedful-export-") as folder:
+        written = publish(request.app.state.project, folder, to=(name,))
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in sorted(Path(folder).iterdir()):
+                archive.write(path, path.name)
+
+    def note(session: Any, by: Person, now: float, request_id: str) -> None:
+        trail.record(
+            session, who=by.pseudonym, action="export", object=name, after={"recipe": written.card.recipe_hash},
+            request_id=request_id, now=now,
+        )  # fmt: skip
+
+    _do(request, visitor, note)
+    headers = {"Content-Disposition": f'attachment; filename="heedful-{name}.zip"'}
+    return Response(packed.getvalue(), media_type="application/zip", headers=headers)
 
 
 def _do(request: Request, visitor: Visitor, change: Callable[..., Any]) -> Any:

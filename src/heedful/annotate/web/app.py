@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 from urllib.parse import quote
 
@@ -16,7 +15,7 @@ from starlette.exceptions import HTTPException
 
 from heedful.annotate import passwords
 from heedful.annotate.project import Project
-from heedful.annotate.web import pages
+from heedful.annotate.web import account, admin, api, dashboard, pages, rating
 from heedful.annotate.web.door import Limits, SignIn, Throttle
 from heedful.annotate.web.shield import Shield
 from heedful.errors import HeedfulError
@@ -45,7 +44,7 @@ def create_app(
     app.state.project, app.state.clock, app.state.secure_cookies = project, clock, secure_cookies
     app.state.throttle = Throttle(limits or Limits())
     passwords.nobodys()  # made now, so that the first unknown name takes no longer than the second
-    for router in _routers():
+    for router in (account.router, rating.router, admin.router, admin.exports, dashboard.router, api.router):
         app.include_router(router)
     app.mount("/static", StaticFiles(packages=[("heedful.annotate.web", "static")]), name="static")
     app.add_middleware(Shield, refuse=refusal, secure=secure_cookies)  # type: ignore[arg-type]
@@ -54,13 +53,6 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _unreadable)
     app.add_exception_handler(HeedfulError, _refused)
     return app
-
-
-def _routers() -> list[Any]:
-    from importlib import import_module
-
-    names = [f"heedful.annotate.web.{name}" for name in ("account", "rating", "admin", "dashboard", "api")]
-    return [import_module(name).router for name in names if find_spec(name) is not None]
 
 
 def refusal(request: Request, status: int, message: str, headers: Any = None) -> Response:
