@@ -43,7 +43,7 @@ PROFILES = {
     "length_lover": Profile(length_love=1.0),
     "position_lover": Profile(position_love=1.5),
     "spammer": Profile(spam=1.0),
-    "drifter": Profile(drift=0.6),
+    "drifter": Profile(drift=0.3),
 }
 
 
