@@ -135,7 +135,7 @@ def test_ordinary_markdown_is_formatted():
 def test_headings_stand_below_those_of_the_page():
     page = to_html("\n\n".join("#" * level + " x" for level in range(1, 7)))
     assert re.findall(r"<(h\d)>", page) == ["h4", "h5", "h6", "h6", "h6", "h6"]
-    assert Reader(page).open == []
+    assert "<h2>x</h2>" in to_html("# x", 1) and "<h3>x</h3>" in to_html("## x", 1)
 
 
 def test_where_a_link_leads_is_read_without_following_it():

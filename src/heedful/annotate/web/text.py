@@ -17,14 +17,14 @@ MAX_MARKDOWN = 50_000
 """Characters; a longer text is shown as it is, since some nestings cost a parser the square of their length."""
 
 TAGS = {
-    "p", "br", "hr", "h4", "h5", "h6", "strong", "em", "s", "blockquote", "ul", "ol", "li", "pre", "code", "a",
+    "p", "br", "hr", "h2", "h3", "h4", "h5", "h6", "strong", "em", "s", "blockquote", "ul", "ol", "li", "pre", "code", "a",
     "table", "thead", "tbody", "tr", "th", "td",
 }  # fmt: skip
 
 
 def _heading(self: RendererHTML, tokens: Sequence[Token], at: int, options: OptionsDict, env: EnvType) -> str:
-    """A text's headings stand below the page's own three levels."""
-    level = min(6, int(tokens[at].tag[1]) + 3)
+    """A text's headings stand below those that the page has above it."""
+    level = min(6, int(tokens[at].tag[1]) + env["below"])
     return f"<h{level}>" if tokens[at].nesting == 1 else f"</h{level}>\n"
 
 
@@ -46,15 +46,16 @@ def _parser() -> MarkdownIt:
 
 
 @lru_cache(2048)
-def to_html(text: str) -> Markup:
+def to_html(text: str, below: int = 3) -> Markup:
     """Markdown → HTML: no raw HTML, no images, no titles, ids or classes, links to absolute web addresses only.
 
     Two independent layers: the parser makes no HTML of what it reads, and an allow-list goes over what it made.
+    ``below``: the level of the heading that the text stands under.
     """
     if len(text) > MAX_MARKDOWN:
         return Markup(f"<pre>{escape(text)}</pre>")
     clean = nh3.clean(
-        _parser().render(text),
+        _parser().render(text, {"below": below}),
         tags=TAGS,
         clean_content_tags=set(),
         attributes={"*": set(), "a": {"href"}, "ol": {"start"}},
