@@ -2,13 +2,12 @@
 
 import re
 import sys
-import types
 from pathlib import Path
 
 import pytest
 from markupsafe import escape
 
-from heedful.annotate import trail
+from heedful.annotate import results, trail
 from heedful.annotate.quality import report as quality
 from heedful.annotate.submitted import Submitted
 from heedful.annotate.web import dashboard
@@ -42,8 +41,7 @@ def say(monkeypatch):
     """The page over these rankings instead of the project's."""
 
     def over(rows):
-        master = types.SimpleNamespace(submitted=lambda project: rows)
-        monkeypatch.setitem(sys.modules, "heedful.annotate.master", master)
+        monkeypatch.setattr(results, "submitted", lambda project: rows)
 
     return over
 
@@ -124,7 +122,6 @@ def test_a_report_is_made_anew_when_something_changed(reviewer, say, monkeypatch
 
 
 def test_the_page_over_the_database(reviewer, clock):
-    pytest.importorskip("heedful.annotate.master")
     rater = Rater(reviewer.project, clock)
     while address := rater.next():
         rater.rank(address, [1, 2, 3, 3])

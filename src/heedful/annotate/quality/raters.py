@@ -56,19 +56,20 @@ def measures(submitted: Iterable[Submitted], *, level: float = 0.95) -> list[Mea
     everything = sorted(submitted, key=lambda s: (s.annotator, s.at, s.group_id, s.repetition))
     rankings = first_rankings(everything)
     table = verdicts(rankings)
-    raters = sorted({s.annotator for s in everything})
+    work: dict[str, list[Submitted]] = {}
+    for s in everything:
+        work.setdefault(s.annotator, []).append(s)
     lengths, positions = _pulls_of_all(table, level)
     agreements, speeds = _agreement_of_all(table, level), _speed_of_all(everything, level)
     results = []
-    for rater in raters:
-        own = [s for s in everything if s.annotator == rater]
+    for rater, own in work.items():
         results += [
             _gold(rater, own),
             agreements.get(rater, _none(rater, "agreement", 0, "this person ranked control items only")),
             _ties(rater, table, level),
             lengths.get(rater, _none(rater, "length", 0, "this person ranked control items only")),
             positions.get(rater, _none(rater, "position", 0, "this person ranked control items only")),
-            _slot(rater, [s for s in rankings if s.annotator == rater], level),
+            _slot(rater, first_rankings(own), level),
             _self(rater, own, level),
             speeds[rater],
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from heedful.annotate.quality.agreement import Figure, agreement, pair_rate, tau_of_pairs
 from heedful.annotate.quality.flags import FALSE_ALARMS, flagged, middles, simultaneous, tolerated
 from heedful.annotate.quality.pairs import Verdicts, first_rankings, verdict, verdicts
-from heedful.annotate.quality.raters import measures
+from heedful.annotate.quality.raters import Measure, measures
 from heedful.annotate.submitted import Submitted
 from heedful.evaluate.intervals import middle, resampled_sums
 
@@ -29,9 +30,10 @@ def report(submitted: Iterable[Submitted]) -> dict[str, Any]:
     everything = list(submitted)
     rankings = first_rankings(everything)
     kept = [s for s in rankings if not s.excluded]
-    raters = sorted({s.annotator for s in everything})
-    measured = measures(everything, level=simultaneous(len(raters)))
-    found, centre = flagged(measured), middles(measured)
+    num_rankings = Counter(s.annotator for s in everything)
+    excluded = {s.annotator for s in everything if s.excluded}
+    level = simultaneous(len(num_rankings))
+    measured = measures(everything, level=level)
     table = verdicts(kept)
     return {
         "counts": _counts(everything, kept),
@@ -42,22 +44,22 @@ def report(submitted: Iterable[Submitted]) -> dict[str, Any]:
             {"raters": [one, other], "tau_b": tau, "num_prompts": num} for one, other, tau, num in tau_of_pairs(table)
         ],
         "policies": strengths(kept),
-        "level": simultaneous(len(raters)),
+        "level": level,
         "false_alarms": FALSE_ALARMS,
         "raters": {
-            rater: {
-                "excluded": any(s.excluded for s in everything if s.annotator == rater),
-                "num_rankings": sum(s.annotator == rater for s in everything),
-                "measures": {
-                    m.kind: m.to_json() | {"tolerated": _finite(tolerated(m, centre))}
-                    for m in measured
-                    if m.rater == rater
-                },
-            }
-            for rater in raters
+            rater: {"excluded": rater in excluded, "num_rankings": num_rankings[rater], "measures": of_rater}
+            for rater, of_rater in _by_rater(measured).items()
         },
-        "findings": [f.to_json() for f in found],
+        "findings": [f.to_json() for f in flagged(measured)],
     }
+
+
+def _by_rater(measured: Sequence[Measure]) -> dict[str, dict[str, Any]]:
+    centre = middles(measured)
+    results: dict[str, dict[str, Any]] = {}
+    for m in measured:
+        results.setdefault(m.rater, {})[m.kind] = m.to_json() | {"tolerated": _finite(tolerated(m, centre))}
+    return results
 
 
 def _finite(limits: tuple[float, float]) -> list[float | None]:

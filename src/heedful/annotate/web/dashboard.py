@@ -45,7 +45,7 @@ def dashboard(request: Request, visitor: Reviewer) -> HTMLResponse:
 
 def _made(request: Request) -> Made:
     """The report of now, or the last one while it will do."""
-    from heedful.annotate.master import submitted
+    from heedful.annotate.results import submitted
     from heedful.annotate.quality.report import report
 
     state = request.app.state
