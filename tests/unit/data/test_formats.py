@@ -45,8 +45,23 @@ ARENA = {"prompt": '["Q"]', "response_a": '["bad"]', "response_b": '["good"]', "
 PKU = {"prompt": "Q", "response_0": "good", "response_1": "bad", "better_response_id": 0, "safer_response_id": 1}
 STEER = {"correctness": 1, "coherence": 2, "complexity": 1, "verbosity": 3}
 
+LABEL_STUDIO = {
+    "id": 5, "data": {"prompt": "Q", "items": [{"id": "m1", "body": "bad"}, {"id": "m2", "body": "good"}]},
+    "annotations": [{"completed_by": 3, "lead_time": 4.5, "was_cancelled": False, "result": [
+        {"type": "ranker", "from_name": "rank", "to_name": "list", "value": {"ranker": {"rank": ["m2", "m1"]}}}]}],
+}  # fmt: skip
+ARGILLA = {
+    "id": "r", "fields": {"prompt": "Q", "response_1": "bad", "response_2": "good"}, "metadata": {}, "suggestions": {},
+    "responses": {"preference": [{"user_id": "u", "value": [
+        {"value": "response-2", "rank": 1}, {"value": "response-1", "rank": 2}]}]},
+}  # fmt: skip
+
 # format, its rows, and what the single ranking must prefer: "good" over "bad" to the prompt "Q".
 CASES: list[tuple[str, list[dict[str, Any]]]] = [
+    ("label_studio", [LABEL_STUDIO]),
+    ("argilla", [ARGILLA]),
+    ("argilla", [{**ARGILLA, "responses": [{"user_id": "u", "status": "submitted", "values": {
+        "preference": {"value": ["response-2", "response-1"]}}}]}]),
     ("trl", [{"prompt": "Q", "chosen": "good", "rejected": "bad"}]),
     ("trl", [{"prompt": [USER("Q")], "chosen": [ASSISTANT("good")], "rejected": [ASSISTANT("bad")]}]),
     (

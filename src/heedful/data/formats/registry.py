@@ -8,7 +8,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from heedful.data.files import Row
-from heedful.data.formats import comparisons, conversations, instructions, joined, lists, preferences, transcripts
+from heedful.data.formats import (
+    annotated,
+    comparisons,
+    conversations,
+    instructions,
+    joined,
+    lists,
+    preferences,
+    transcripts,
+)
 from heedful.data.formats.base import Format
 from heedful.errors import DataError
 
@@ -16,6 +25,8 @@ FORMATS: dict[str, Format] = {
     f.name: f
     for f in (
         lists.MASTER,
+        annotated.LABEL_STUDIO,
+        annotated.ARGILLA,
         lists.NECTAR,
         lists.RANKINGS,
         lists.ULTRAFEEDBACK,
