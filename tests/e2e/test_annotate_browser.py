@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -298,7 +299,7 @@ def test_two_browsers_race_for_the_last_item(serve):
     assert "nothing=1" in winner.url and len(site.ranked()) == 1
 
 
-def test_a_lease_runs_out_and_an_exclusion_bites(serve):
+def test_a_lease_runs_out_an_exclusion_bites_and_an_export_says_so(serve):
     site = serve(items(1), lease_minutes=10)
     slow, quick, admin = (site.browser(name, role) for name, role in
                           [("slow", "annotator"), ("quick", "annotator"), ("ada", "admin")])  # fmt: skip
@@ -328,6 +329,17 @@ def test_a_lease_runs_out_and_an_exclusion_bites(serve):
     other.click("main button.primary")
     other.wait_for_url("**nothing=1")
     assert "too fast" not in other.content()
+
+    office.goto("/exports")
+    with office.expect_download() as coming:
+        office.get_by_role("link", name="Download master").click()
+    with zipfile.ZipFile(coming.value.path()) as packed:
+        files = {name: packed.read(name).decode() for name in packed.namelist()}
+    [line] = next(text for name, text in files.items() if name.endswith(".jsonl")).splitlines()
+    [judgement] = json.loads(line)["rankings"]
+    assert judgement["annotator"] == "rater-slow" and set(judgement["ranks"].values()) == {1}
+    card = next(text for name, text in files.items() if name.endswith(".md"))
+    assert "rater-quick" in card and "too fast to have read them" in card
 
 
 def test_two_answers_and_how_much_better(serve):
