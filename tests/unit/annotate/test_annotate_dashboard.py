@@ -62,7 +62,7 @@ def test_the_page_says_what_to_review(reviewer, say, simulated):
     assert re.search(r"r02: puts card A first in \d\d % of the items; chance is 25 %", words)
     assert f"{found['agreement']['alpha']['value']:.3f}" in words and "95 % interval" in words
     assert "r07 (left out)" in words and "/admin/people" not in page.text
-    assert page.text.count("<strong>") == len(found["findings"])
+    assert page.text.count(" *</strong>") == len(found["findings"])
 
 
 def test_admins_come_to_the_person(reviewer, say, simulated, clock):
@@ -128,3 +128,11 @@ def test_the_page_over_the_database(reviewer, clock):
         clock.now += 40
     page = reviewer.get("/dashboard")
     assert page.status_code == 200 and rater.person.pseudonym in page.text and "policy-0" in page.text
+
+
+def test_an_interval_is_told_in_the_unit_of_its_sentence():
+    def told(kind, low, high):
+        return dashboard.between({"kind": kind, "low": low, "high": high})
+
+    assert told("length", 0.0, 2.1972) == "50 – 90 %" and told("gold", 0.24, 0.641) == "24 – 64 %"
+    assert told("agreement", -0.13, 0.1) == "-0.13 – 0.10" and told("speed", 3.1, 5.0) == "3.10 – 5.00"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from threading import Lock
 from typing import Annotated, Any
@@ -40,13 +41,23 @@ def dashboard(request: Request, visitor: Reviewer) -> HTMLResponse:
     with _making:
         made = _made(request)
     flagged = {(f["rater"], f["kind"]) for f in made.report["findings"]}
-    return pages.render(request, "dashboard.html.j2", made=made, report=made.report, flagged=flagged)
+    return pages.render(request, "dashboard.html.j2", made=made, report=made.report, flagged=flagged, between=between)
+
+
+def between(finding: dict[str, Any]) -> str:
+    """The interval of a finding in the unit of its sentence."""
+    low, high, kind = finding["low"], finding["high"], finding["kind"]
+    if kind in ("length", "position"):  # log odds, told as a win rate
+        low, high = (1 / (1 + math.exp(-x)) for x in (low, high))
+    if kind in ("length", "position", "gold", "ties", "slot"):
+        return f"{100 * low:.0f} – {100 * high:.0f} %"
+    return f"{low:.2f} – {high:.2f}"
 
 
 def _made(request: Request) -> Made:
     """The report of now, or the last one while it will do."""
-    from heedful.annotate.results import submitted
     from heedful.annotate.quality.report import report
+    from heedful.annotate.results import submitted
 
     state = request.app.state
     now: float = state.clock()
