@@ -95,6 +95,7 @@ def set_password(
     Raises:
         DataError: the password is weak, or the person has been deleted.
     """
+    session.add(person)  # whichever session it came from
     if person.name is None:
         raise DataError(f"{person.pseudonym} has been deleted")
     passwords.check(person.name, password)
@@ -115,6 +116,7 @@ def set_role(
         raise DataError(f"role {role!r}: give one of {', '.join(ROLES)}")
     if role != "admin":
         _keep_an_admin(session, person)
+    session.add(person)
     before, person.role = person.role, role
     _record(session, "change role", person, by, now, request_id, before={"role": before}, after={"role": role})
 
@@ -126,6 +128,7 @@ def disable(session: Session, person: Person, now: float, *, by: Person | None =
         DataError: no admin would be left.
     """
     _keep_an_admin(session, person)
+    session.add(person)
     person.disabled_at = now if person.disabled_at is None else person.disabled_at
     session.execute(delete(Login).where(Login.person_id == person.id))
     _record(session, "disable person", person, by, now, request_id)
@@ -139,6 +142,7 @@ def enable(session: Session, person: Person, now: float, *, by: Person | None = 
     """
     if person.deleted_at is not None:
         raise DataError(f"{person.pseudonym} has been deleted")
+    session.add(person)
     person.disabled_at = None
     _record(session, "enable person", person, by, now, request_id)
 
@@ -154,6 +158,7 @@ def forget(
         DataError: no admin would be left.
     """
     _keep_an_admin(session, person)
+    session.add(person)
     person.name = person.password_hash = person.language = None
     person.deleted_at = now if person.deleted_at is None else person.deleted_at
     person.disabled_at = now if person.disabled_at is None else person.disabled_at

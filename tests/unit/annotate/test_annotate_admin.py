@@ -71,6 +71,7 @@ def test_an_invitation_is_shown_once(admin):
         made = session.scalars(select(Invitation)).one()
     assert (made.role, made.expires_at, made.token_hash) == ("reviewer", NOW + 7 * 86400, people.digest(token))
     assert admin.post("/admin/invite", {"role": "owner"}).status_code == 422
+    assert Page(page.text).choices["back"] == ["/admin/people"], "another language leads back to a page that is there"
     assert token not in admin.get("/admin/log").text
 
 

@@ -228,6 +228,27 @@ def test_an_admin_always_remains(project):
         assert people.has_admin(session) and not people.has_admin(session, besides=ben.id)
 
 
+def test_a_person_of_an_earlier_session_is_changed_as_well(project):
+    with project.database.reading() as session:
+        ben = named(session, "ben")
+    with project.database.writing() as session:
+        people.disable(session, ben, NOW)
+    with project.database.writing() as session:
+        assert named(session, "ben").disabled_at == NOW
+    with project.database.writing() as session:
+        people.enable(session, ben, NOW)
+        people.set_role(session, ben, "reviewer", NOW)
+        people.set_password(session, ben, "another long one", NOW)
+    with project.database.writing() as session:
+        assert people.check_login(session, "ben", "another long one", NOW).role == "reviewer"
+        people.exclude(session, ben, "too fast", NOW)
+    with project.database.writing() as session:
+        people.reinstate(session, ben, NOW)
+        people.forget(session, ben, NOW)
+    with project.database.reading() as session:
+        assert people.by_name(session, "ben") is None
+
+
 def race(number, act):
     """``act`` from so many threads at once → what each returned or raised."""
     start, results = threading.Barrier(number), [None] * number

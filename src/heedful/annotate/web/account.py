@@ -186,5 +186,5 @@ def _account(
     with request.app.state.project.database.reading() as session:
         tokens = list(session.scalars(select(ApiToken).where(*alive).order_by(ApiToken.created_at)))
     return pages.render(
-        request, "account.html.j2", status=status, tokens=tokens, scopes=people.SCOPES, message=message, token=token
+        request, "account.html.j2", status=status, tokens=tokens, message=message, token=token, path="/account"
     )

@@ -110,8 +110,9 @@ def _people(request: Request, *, status: int = 200, message: str = "", invitatio
     with request.app.state.project.database.reading() as session:
         rows = by_person(session)
     return pages.render(
-        request, "people.html.j2", status=status, rows=rows, roles=people.ROLES, message=message, invitation=invitation
-    )
+        request, "people.html.j2", status=status, rows=rows, roles=people.ROLES, message=message,
+        invitation=invitation, path="/admin/people",
+    )  # fmt: skip
 
 
 # --- guideline ------------------------------------------------------------------------------------------------------

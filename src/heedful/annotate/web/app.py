@@ -63,7 +63,7 @@ def refusal(request: Request, status: int, message: str, headers: Any = None) ->
         request_id = getattr(request.state, "request_id", "")
         response = pages.render(
             request, "error.html.j2", status=status, code=status, message=pages.text_of(request, message),
-            request_id=request_id if status >= 500 else "",
+            request_id=request_id if status >= 500 else "", path=request.url.path if request.method == "GET" else "/",
         )  # fmt: skip
     for name, value in (headers or {}).items():
         response.headers[name] = value

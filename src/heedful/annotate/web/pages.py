@@ -22,7 +22,8 @@ from heedful.annotate.web.text import to_html
 def render(request: Request, template: str, /, *, status: int = 200, **context: Any) -> HTMLResponse:
     """A page. Every template knows ``_`` and ``ngettext``, ``visitor`` (None before the login), ``may(role)``,
     ``project_name``, ``language``, ``language_tag``, ``offered`` (code → name of the app's languages), ``form_token``,
-    ``path``, ``static("style.css")``, and the filters ``markdown``, ``moment`` and ``json``."""
+    ``path`` (give it where the address takes no GET),
+    ``static("style.css")``, and the filters ``markdown``, ``moment`` and ``json``."""
     settings = request.app.state.project.settings
     visitor = getattr(request.state, "visitor", None)
     language = language_of(request)
@@ -30,8 +31,8 @@ def render(request: Request, template: str, /, *, status: int = 200, **context: 
     page = _environment(language).get_template(template).render(
         visitor=visitor, project_name=settings.name, language=language, language_tag=languages.tag(language),
         offered={code: languages.NAMES[code] for code in settings.languages}, form_token=form_token(token),
-        path=request.url.path, may=lambda role: visitor is not None and role_allows(visitor.person.role, role),
-        **context,
+        may=lambda role: visitor is not None and role_allows(visitor.person.role, role),
+        **({"path": request.url.path} | context),
     )  # fmt: skip
     response = HTMLResponse(page, status)
     response.headers["Content-Language"] = languages.tag(language)
