@@ -8,8 +8,9 @@ import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy import select
 
-from heedful.annotate.people import create_person, create_token, disable, open_login
+from heedful.annotate.people import create_person, create_token, disable, exclude, open_login
 from heedful.annotate.tables import ApiToken, Assignment, Person, Submission
+from heedful.annotate.trail import newest
 from heedful.annotate.web.app import create_app
 from heedful.annotate.web.door import Limits
 from heedful.records import Answer, Message, Ranking
@@ -277,3 +278,32 @@ def test_a_cookie_does_not_open_the_interface(world):
     assert response.status_code == 401
     with world.project.database.reading() as session:
         assert session.scalars(select(Assignment)).all() == []
+
+
+def test_results_come_out_by_view_for_those_who_may_read_them(world):
+    for who in (0, 1):
+        task = world.next(who)
+        world.call("POST", f"/assignments/{task['assignment']}", said(task), who=who)
+    with world.project.database.writing() as session:
+        reviewer = create_person(session, "eve", "a long pass phrase", "reviewer", NOW)
+        reads = create_token(session, reviewer, "export", NOW)
+        exclude(session, session.merge(world.people[1]), "spam", NOW)
+    response = world.call("GET", "/export/master", token=reads)
+    assert response.headers["content-type"] == "application/x-ndjson"
+    (row,) = [json.loads(line) for line in response.text.splitlines()]
+    (judgement,) = row["rankings"]
+    assert judgement["annotator"] == "rater-0" and sorted(judgement["ranks"].values()) == [1, 2, 3, 4]
+    pairs = world.call("GET", "/export/trl_messages", token=reads).text.splitlines()
+    assert len(pairs) == 6 and {"prompt", "chosen", "rejected"} <= json.loads(pairs[0]).keys()
+    with world.project.database.reading() as session:
+        (row,) = newest(session, limit=1)
+        assert (row.who, row.action, row.object) == (reviewer.pseudonym, "export", "trl_messages")
+    assert world.call("GET", "/export/master?round=7", token=reads).text == ""
+    for path in ("/export/nothing", "/export/..%2f..%2fetc%2fpasswd", "/export/"):
+        assert world.call("GET", path, token=reads).status_code == 404
+    assert world.call("GET", "/export/pairs?min_agree=7", token=reads).status_code == 422
+    assert world.call("GET", "/export/master").status_code == 401, "a token that ranks does not read"
+    assert world.call("GET", "/next", token=reads).status_code == 401
+    with world.project.database.writing() as session:
+        session.get_one(Person, reviewer.id).role = "annotator"
+    assert world.call("GET", "/export/master", token=reads).status_code == 401, "no longer a reviewer"

@@ -5,17 +5,18 @@ A program sees what a page shows and no more, and what it says goes through the 
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Depends, Request
+from fastapi import APIRouter, Body, Depends, Query, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 from sqlalchemy.orm import Session
 
+from heedful.annotate import master, queue, submissions, trail
 from heedful.annotate import project as projects
-from heedful.annotate import queue, submissions
 from heedful.annotate.settings import FLAGS, SKIP_REASONS, Settings
 from heedful.annotate.submissions import Refused, Said
 from heedful.annotate.tables import Assignment, Person
@@ -175,6 +176,29 @@ def skip(request: Request, rater: Rater, public_id: str, body: Annotated[Any, Bo
     except Refused as refusal:
         return _refusal(refusal)
     return Response(status_code=204)
+
+
+@router.get("/export/{view}", response_class=Response, responses={200: {"content": {"application/x-ndjson": {}}}})
+def export(
+    request: Request, reader: Reader, view: str, min_agree: Annotated[float, Query(ge=0, le=1)] = 0.0,
+    with_gold: bool = False, round: Annotated[list[int] | None, Query()] = None,
+) -> Response:  # fmt: skip
+    """The rows of a view, one JSON object a line; the work of excluded people is left out.
+
+    Which views there are: master, submissions, and the preference pairs of every format.
+    """
+    if view not in master.VIEWS:
+        raise not_found()
+    taken = master.View(with_gold=with_gold, min_agree_fraction=min_agree, rounds=tuple(round) if round else None)
+    state = request.app.state
+    rows = master.rows(state.project, view, taken)
+    with state.project.database.writing() as session:
+        trail.record(
+            session, who=reader.pseudonym, action="export", object=view, after={"num_rows": len(rows)},
+            request_id=request.state.request_id, now=state.clock(),
+        )  # fmt: skip
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return Response(content, media_type="application/x-ndjson")
 
 
 @router.get("/openapi.json", include_in_schema=False)
