@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from heedful.cli import simulate
 from heedful.cli.numbers import whole
 from heedful.errors import ConfigError, DataError
 
@@ -32,6 +33,7 @@ def add_parser(verbs: Any) -> None:
     subs = top.add_subparsers(dest="annotate_verb", metavar="VERB", required=True)
     _add_project_verbs(subs)
     _add_people_verbs(subs)
+    simulate.add_options(_verb(subs, "simulate", simulate.run, simulate.ABOUT))
     serve = _verb(subs, "serve", run_serve, "serve the web app of a project")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", type=whole(0, 65535), default=8700, help="0 = any free one (default 8700)")
