@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from sqlalchemy import func, select
+from sqlalchemy import func, insert, select
 from sqlalchemy.orm import Session, selectinload
 
 from heedful.annotate import trail
@@ -23,6 +23,7 @@ from heedful.errors import ConfigError, DataError
 from heedful.records import Ranking
 
 FILE = "project.yaml"
+SQLITE = "project.sqlite"
 NUM_ANSWERS = (2, 9)
 """One digit key ranks an answer."""
 MANY_ANSWERS = 6
@@ -78,6 +79,8 @@ def create_project(
     if (folder / FILE).exists():
         raise DataError(f"{folder}: there is a project already; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
+    if not database:
+        (folder / SQLITE).touch(mode=0o600)  # names and password hashes lie in it
     opened = Database(database or _sqlite(folder))
     opened.migrate()
     with opened.writing() as session:
@@ -85,6 +88,7 @@ def create_project(
             raise DataError(f"{folder}: the database holds another project already; every project needs its own")
         add_guideline(session, guideline_text, who=who, now=now)
     content = settings.model_dump(mode="json") | ({"database": database} if database else {})
+    (folder / FILE).touch(mode=0o600)  # the URL may hold a password
     (folder / FILE).write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
     return Project(folder, settings, opened)
 
@@ -116,15 +120,15 @@ def open_project(folder: str | Path) -> Project:
         key = ".".join(map(str, first["loc"]))
         known = f"; known keys are {', '.join(Settings.model_fields)}" if first["type"] == "extra_forbidden" else ""
         raise ConfigError(f"{path}: {key}: {first['msg']}{known}") from None
-    if url is None and not (folder / "project.sqlite").is_file():
-        raise DataError(f"{folder}: project.sqlite is missing; an empty one would hide that rankings are lost")
+    if url is None and not (folder / SQLITE).is_file():
+        raise DataError(f"{folder}: {SQLITE} is missing; an empty one would hide that rankings are lost")
     database = Database(url or _sqlite(folder))
     database.migrate()
     return Project(folder, settings, database)
 
 
 def _sqlite(folder: Path) -> str:
-    return f"sqlite:///{(folder / 'project.sqlite').resolve()}"
+    return f"sqlite:///{(folder / SQLITE).resolve()}"
 
 
 def add_guideline(session: Session, text: str, *, who: str, now: float, request_id: str = "") -> Guideline:
@@ -181,9 +185,7 @@ def add_rankings(project: Project, rankings: Sequence[Ranking], *, now: float, w
             if ranking.group_id in known and known[ranking.group_id] != _content(ranking):
                 raise DataError(f"the group {ranking.group_id} is in the project with other content; give it a new id")
         shared = _shared(session, new, project.settings)
-        for ranking in new:
-            overlap = project.settings.overlap_on_share if ranking.group_id in shared else project.settings.overlap
-            _insert(session, ranking, overlap, now)
+        _insert(session, new, shared, project.settings, now)
         added = Added(len(new), sum(r.gold is not None for r in new), len(rankings) - len(new), tuple(warnings))
         if new:
             trail.record(
@@ -271,23 +273,37 @@ def _shared(session: Session, new: Sequence[Ranking], settings: Settings) -> set
     return chosen
 
 
-def _insert(session: Session, ranking: Ranking, overlap: int, now: float) -> None:
+def _insert(session: Session, new: Sequence[Ranking], shared: set[str], settings: Settings, now: float) -> None:
+    """In bulk, since raters wait meanwhile."""
+    if not new:
+        return
+    rows = {ranking.group_id: _item_row(ranking) for ranking in new}
+    for name, row in rows.items():
+        row |= {"overlap": settings.overlap_on_share if name in shared else settings.overlap, "created_at": now}
+    session.execute(insert(Item), list(rows.values()))
+    ids = {name: item_id for name, item_id in session.execute(select(Item.group_id, Item.id)) if name in rows}
+    answers = [
+        {"item_id": ids[ranking.group_id], "position": position, "answer_id": answer.id, "text": answer.text,
+         "policy": answer.policy, "kind": answer.kind, "flags": list(answer.flags), "score": answer.score}
+        for ranking in new for position, answer in enumerate(ranking.answers)
+    ]  # fmt: skip
+    session.execute(insert(Answer), answers)
+    gold = {ids[ranking.group_id]: ranking.gold for ranking in new if ranking.gold}
+    named = select(Answer.item_id, Answer.answer_id, Answer.id).join(Item).where(Item.is_gold.is_(True))
+    numbers = {(item_id, name): number for item_id, name, number in session.execute(named)} if gold else {}
+    pairs = [
+        {"item_id": item_id, "better_id": numbers[item_id, better], "worse_id": numbers[item_id, worse]}
+        for item_id, some in gold.items() for better, worse in dict.fromkeys(map(tuple, some))
+    ]  # fmt: skip
+    if pairs:
+        session.execute(insert(GoldPair), pairs)
+
+
+def _item_row(ranking: Ranking) -> dict[str, Any]:
     whole = ranking.to_json()
-    item = Item(
-        group_id=ranking.group_id, prompt=whole["prompt"], category=ranking.category, lang=ranking.lang,
-        round=ranking.round, source=ranking.source, info=whole["info"], is_gold=ranking.gold is not None,
-        overlap=overlap, place=hashed(ranking.group_id), created_at=now,
-        brought={key: whole[key] for key in ("rankings", "consensus", "ratings") if whole[key]},
-    )  # fmt: skip
-    rows = {
-        answer.id: Answer(
-            item=item, position=position, answer_id=answer.id, text=answer.text, policy=answer.policy,
-            kind=answer.kind, flags=list(answer.flags), score=answer.score,
-        )
-        for position, answer in enumerate(ranking.answers)
+    return {
+        "group_id": ranking.group_id, "prompt": whole["prompt"], "category": ranking.category, "lang": ranking.lang,
+        "round": ranking.round, "source": ranking.source, "info": whole["info"], "is_gold": ranking.gold is not None,
+        "place": hashed(ranking.group_id),
+        "brought": {key: whole[key] for key in ("rankings", "consensus", "ratings") if whole[key]},
     }  # fmt: skip
-    session.add(item)
-    if ranking.gold:
-        session.flush()
-        for better, worse in dict.fromkeys(map(tuple, ranking.gold)):
-            session.add(GoldPair(item_id=item.id, better_id=rows[better].id, worse_id=rows[worse].id))

@@ -62,6 +62,13 @@ def test_no_project_broken_yaml_and_a_lost_database_are_told(tmp_path):
         open_project(tmp_path / "project")
 
 
+def test_only_the_owner_reads_a_projects_files(tmp_path):
+    project = make_project(tmp_path, items(1))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in project.folder.iterdir()}
+    assert modes["project.yaml"] == 0o600 and set(modes.values()) == {0o600}
+    assert {name.removeprefix("project.sqlite") for name in modes} >= {"", "-wal", "-shm"}
+
+
 def test_two_projects_do_not_share_a_database(tmp_path):
     url = f"sqlite:///{tmp_path / 'shared.sqlite'}"
     create_project(tmp_path / "a", Settings(), "x", url, now=NOW)

@@ -286,6 +286,18 @@ def test_a_draft_comes_back_and_is_gone_when_submitted(given):
     assert caught.value.code == "submitted" and stored().state == "submitted"
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_draft_of_any_text_is_kept(kind, request, tmp_path):
+    url = None if kind == "sqlite" else new_postgresql(request.getfixturevalue("postgresql_folder"))
+    project = make_project(tmp_path, items(1), database=url, **PLAIN)
+    (person,) = make_people(project, 1)
+    draft = {"reason": "zero \0, half \ud83d, 'quotes\", 中文 🙂", "ranks": {"x": None}}
+    with project.database.writing() as session:
+        assignment = claim_next(session, person, project.settings, NOW)
+        save_draft(session, assignment, draft, settings=project.settings, now=NOW)
+    assert claim(project, person).draft == draft
+
+
 def test_a_draft_on_a_lost_lease_is_refused(tmp_path):
     project = make_project(tmp_path, items(1), **PLAIN)
     slow, quick = make_people(project, 2)
