@@ -3,6 +3,7 @@
 import logging
 import re
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from fastapi.testclient import TestClient
@@ -15,7 +16,7 @@ from heedful.annotate.tables import ApiToken, Login, Person
 from heedful.annotate.web import account, pages, shield
 from heedful.annotate.web.app import create_app
 from heedful.annotate.web.door import Limits
-from toy_project import NOW, items, make_project
+from toy_project import NOW, items, make_project, missing_postgresql, new_postgresql, postgresql_server
 from toy_rater import Clock
 
 PASSWORD = "correct horse battery"
@@ -253,7 +254,7 @@ def test_SEC_10_unknown_wrong_and_closed_look_alike_and_cost_the_same(browse, pr
     fits = passwords.fits
     monkeypatch.setattr(passwords, "fits", lambda password, known: checked.append(known) or fits(password, known))
     texts = set()
-    tries = [("nobody", PASSWORD), ("ben", "wrong password"), ("eve", PASSWORD), ("zoe", PASSWORD), ("\x00", PASSWORD)]
+    tries = [("nobody", PASSWORD), ("ben", "wrong one"), ("eve", PASSWORD), ("zoe", PASSWORD), ("\u202e", PASSWORD)]
     for name, password in tries:
         browser = browse()
         answer = browser.log_in(name, password)
@@ -516,6 +517,44 @@ def test_SEC_11_logs_hold_no_secret(browse, project, caplog):
     cookie = browser.cookies["heedful"]
     for secret in (invitation, "mia", "mia's own long one", "not that one", token, cookie, pages.form_token(cookie)):
         assert secret not in log
+
+
+FIELDS = ("name", "password", "password_again", "next", "language", "back", "scope", "days", "role", "reason", "text",
+          "pseudonym", "nonce", "note", "strength", "guideline_version", "rank.x", "flag.x", "rating.a.x")  # fmt: skip
+
+
+@pytest.mark.skipif(bool(missing_postgresql()), reason=missing_postgresql())
+def test_nothing_that_is_sent_is_a_fault_of_the_server(tmp_path, clock):
+    """On PostgreSQL, which is stricter about characters and numbers than SQLite."""
+    with postgresql_server() as folder:
+        made = make_project(tmp_path, items(3), database=new_postgresql(folder))
+        with made.database.writing() as session:
+            people.create_person(session, "ann", PASSWORD, "admin", NOW)
+        high = "10000 per minute"
+        limits = Limits(login_per_account=high, login_per_address=high, bad_token_per_address=high, submit=high)
+        browser = Browser(create_app(made, clock=clock, secure_cookies=False, limits=limits), follow_redirects=False)
+        browser.log_in("ann")
+        held = browser.send_form("/next").headers["location"].removeprefix("/rank/")
+        seen = 0
+        for method, _, declared in routes(browser.app):
+            if declared in ("/logout", "/account/logout_everywhere") or declared.startswith("/api/"):
+                continue
+            for text in ("a\x00b", "9" * 400, "\ud800\u202e/../x"):
+                raw = quote(text.encode("utf-8", "surrogatepass"), safe="")
+                fields = "&".join(f"{field}={raw}" for field in FIELDS)
+                for here in [raw, held] if "{" in declared else [raw]:
+                    address = re.sub(r"{\w+}", here, declared.replace("{verb}", "exclude"))
+                    if method == "GET":
+                        answer = browser.get(f"{address}?before={raw}&next={raw}&correct={raw}")
+                    else:
+                        answer = browser.post(
+                            address, content=f"form_token={browser.token()}&{fields}",
+                            headers={"content-type": "application/x-www-form-urlencoded"},
+                        )  # fmt: skip
+                    seen += 1
+                    assert answer.status_code < 500, (method, address[:80], text[:20])
+        assert seen > 100 and browser.is_in()
+        made.database.dispose()
 
 
 # --- invitations and language ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import select
 
@@ -26,6 +26,7 @@ router = APIRouter(prefix="/admin")
 exports = APIRouter()
 Admin = Annotated[Visitor, Depends(needs("admin"))]
 Reviewer = Annotated[Visitor, Depends(needs("reviewer"))]
+Before = Annotated[int | None, Query(ge=0, le=2**31 - 1)]
 LOG_PAGE = 100
 
 
@@ -155,7 +156,7 @@ def _guideline(request: Request, text: str | None, *, status: int = 200, message
 
 
 @router.get("/log")
-def log_page(request: Request, visitor: Admin, before: int | None = None) -> HTMLResponse:
+def log_page(request: Request, visitor: Admin, before: Before = None) -> HTMLResponse:
     """The audit log, newest first; ``before`` is the number of the last row of the page before."""
     with request.app.state.project.database.reading() as session:
         rows = trail.newest(session, before_id=before, limit=LOG_PAGE + 1)

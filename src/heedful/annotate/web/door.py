@@ -119,6 +119,8 @@ async def posted(request: Request) -> FormData:
     cookie = pages.cookie_of(request)
     if cookie is None or not isinstance(given, str) or not _same(given, pages.form_token(cookie)):
         raise HTTPException(403, "This form is from another login; load the page again.")
+    if any("\x00" in name or (isinstance(value, str) and "\x00" in value) for name, value in form.multi_items()):
+        raise HTTPException(400, "This request cannot be read.")  # PostgreSQL cannot hold it, no keyboard makes it
     return form
 
 

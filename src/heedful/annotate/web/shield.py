@@ -78,6 +78,9 @@ class Shield:
         if scope["method"] not in SAFE_METHODS and comes_from_elsewhere(headers):
             await self.refuse(Request(scope), 403, "This form was sent from another site.")(scope, receive, answer)
             return
+        if "\x00" in scope["path"]:  # no database knows it, and PostgreSQL refuses even the question
+            await self.refuse(Request(scope), 404, "There is no such page.")(scope, receive, answer)
+            return
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
             await self.refuse(Request(scope), 413, "This is too large.")(scope, receive, answer)
