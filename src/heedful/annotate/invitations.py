@@ -8,6 +8,7 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from heedful.annotate import trail
+from heedful.annotate.passwords import Hashed
 from heedful.annotate.people import ROLES, create_person, digest
 from heedful.annotate.project import COMMAND_LINE
 from heedful.annotate.tables import Invitation, Person
@@ -49,7 +50,9 @@ def open_invitation(session: Session, token: str, now: float) -> Invitation | No
     return None if found is None or found.used_at is not None or found.expires_at < now else found
 
 
-def join(session: Session, token: str, name: str, password: str, now: float, *, request_id: str = "") -> Person:
+def join(
+    session: Session, token: str, name: str, password: str | Hashed, now: float, *, request_id: str = ""
+) -> Person:
     """The account that the invitation makes.
 
     Raises:

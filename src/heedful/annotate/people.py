@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from heedful.annotate import passwords, trail
 from heedful.annotate.database import BUSY_SECONDS, Database
+from heedful.annotate.passwords import Hashed
 from heedful.annotate.project import COMMAND_LINE
 from heedful.annotate.settings import Settings
 from heedful.annotate.tables import ApiToken, Assignment, Exclusion, Login, Person, Submission
@@ -42,9 +43,10 @@ def digest(token: str) -> str:
 
 
 def create_person(
-    session: Session, name: str, password: str, role: str, now: float, *, by: Person | None = None, request_id: str = ""
-) -> Person:
-    """A new account; ``by`` None is the command line.
+    session: Session, name: str, password: str | Hashed, role: str, now: float, *, by: Person | None = None,
+    request_id: str = "",
+) -> Person:  # fmt: skip
+    """A new account; ``by`` None is the command line. A server hashes the password before it takes the write lock.
 
     Raises:
         DataError: the name is taken or cannot be one, the password is weak, or the role is unknown.
@@ -52,12 +54,12 @@ def create_person(
     if role not in ROLES:
         raise DataError(f"role {role!r}: give one of {', '.join(ROLES)}")
     name = _clean(name)
-    passwords.check(name, password)
+    known = password if isinstance(password, Hashed) else passwords.hashed(name, password)
     if by_name(session, name) is not None:
         raise DataError("This name is taken.")
     person = Person(
         name=name, pseudonym=f"rater-{secrets.token_hex(5)}", role=role, created_at=now,
-        password_hash=passwords.make_hash(password),
+        password_hash=known.text,
     )  # fmt: skip
     session.add(person)
     try:
@@ -88,8 +90,9 @@ def has_admin(session: Session, besides: int | None = None) -> bool:
 
 
 def set_password(
-    session: Session, person: Person, password: str, now: float, *, by: Person | None = None, request_id: str = ""
-) -> None:
+    session: Session, person: Person, password: str | Hashed, now: float, *, by: Person | None = None,
+    request_id: str = "",
+) -> None:  # fmt: skip
     """Replace the password and end every login of the person.
 
     Raises:
@@ -98,8 +101,8 @@ def set_password(
     session.add(person)  # whichever session it came from
     if person.name is None:
         raise DataError(f"{person.pseudonym} has been deleted")
-    passwords.check(person.name, password)
-    person.password_hash = passwords.make_hash(password)
+    known = password if isinstance(password, Hashed) else passwords.hashed(person.name, password)
+    person.password_hash = known.text
     session.execute(delete(Login).where(Login.person_id == person.id))
     _record(session, "change password", person, by, now, request_id)
 
@@ -188,19 +191,16 @@ def erase_remains(database: Database) -> None:
 
 
 def check_login(session: Session, name: str, password: str, now: float) -> Person | None:
-    """The person, if name and password fit and the account is open. An unknown name takes as long as a wrong
-    password: one Argon2 verification either way."""
-    person = by_name(session, name)
+    """The person, if name and password fit and the account is open."""
+    return enter(by_name(session, name), password)
+
+
+def enter(person: Person | None, password: str) -> Person | None:
+    """The person, if the password fits and the account is open. Nobody takes as long as somebody with a wrong password:
+    one Argon2 verification either way."""
     known = person.password_hash if person is not None else None
     fits = passwords.fits(password, known or passwords.nobodys())
-    if person is None or known is None or not fits or person.disabled_at is not None:
-        return None
-    return person
-
-
-def check_password(person: Person, password: str) -> bool:
-    """Whether it is this person's password, for somebody who is logged in and changes it."""
-    return person.password_hash is not None and passwords.fits(password, person.password_hash)
+    return person if person is not None and known and fits and person.disabled_at is None else None
 
 
 def open_login(

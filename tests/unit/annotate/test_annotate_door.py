@@ -2,6 +2,8 @@
 
 import logging
 import re
+import threading
+import time
 from pathlib import Path
 from urllib.parse import quote
 
@@ -332,11 +334,43 @@ def test_SEC_10_attempts_are_counted_by_address(browse):
 def test_SEC_10_passwords_are_argon2id_at_full_strength(project, monkeypatch):
     monkeypatch.undo()
     passwords._hasher.cache_clear()
-    known = passwords.make_hash(PASSWORD)
+    known = passwords.hashed("ben", PASSWORD).text
     memory, time_cost = map(int, re.match(r"\$argon2id\$v=19\$m=(\d+),t=(\d+)", known).groups())
     assert memory >= 19 * 1024 and time_cost >= 2, "OWASP's least"
     assert passwords.fits(PASSWORD, known) and not passwords.fits(PASSWORD + "x", known)
-    assert known != passwords.make_hash(PASSWORD), "salted"
+    assert known != passwords.hashed("ben", PASSWORD).text, "salted"
+
+
+def test_SEC_10_a_burst_of_logins_leaves_threads_and_transactions_for_others(browse, project, monkeypatch):
+    hold, inside = threading.Event(), []
+
+    class Slow:
+        def verify(self, password, known):
+            inside.append(threading.current_thread())
+            hold.wait(20)
+            return False
+
+    passwords.nobodys()
+    monkeypatch.setattr(passwords, "_hasher", lambda: Slow())
+    browsers = [browse(address=f"10.1.0.{i}") for i in range(30)]
+    codes = []
+    threads = [
+        threading.Thread(target=lambda b=b, i=i: codes.append(b.log_in(f"name {i}").status_code))
+        for i, b in enumerate(browsers)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 20
+    while len(codes) < 10 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert codes == [503] * 10 and len(inside) == 2, "20 wait, two of them are served, the others are told at once"
+    assert browse().get("/login").status_code == 200
+    with project.database.writing() as session:
+        people.create_token(session, people.by_name(session, "ben"), "annotate", NOW)
+    hold.set()
+    for thread in threads:
+        thread.join()
+    assert sorted(codes) == [401] * 20 + [503] * 10
 
 
 def test_SEC_10_a_new_password_needs_the_old_one_and_ends_every_other_login(browse):
@@ -493,7 +527,7 @@ def test_SEC_11_a_fault_tells_neither_page_nor_log_what_was_typed(browse, projec
     def fail(*_, **__):
         raise RuntimeError(f"parameters: {PASSWORD}")
 
-    monkeypatch.setattr(people, "check_login", fail)
+    monkeypatch.setattr(people, "enter", fail)
     answer = browse().log_in("ben")
     assert answer.status_code == 500 and answer.headers["x-request-id"] in answer.text
     assert PASSWORD not in answer.text and "RuntimeError" not in answer.text

@@ -6,7 +6,7 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import HTMLResponse, Response
 from sqlalchemy import select
 
-from heedful.annotate import invitations, people
+from heedful.annotate import invitations, passwords, people
 from heedful.annotate.tables import ApiToken, Person
 from heedful.annotate.web import pages
 from heedful.annotate.web.door import Posted, SignedIn, address, field, not_found
@@ -25,13 +25,14 @@ def login_page(request: Request, next: str = "/") -> HTMLResponse:
 @router.post("/login")
 def log_in(request: Request, form: Posted) -> Response:
     """A new login under a new token. Wrong name, wrong password and closed account look alike and take equally long."""
-    state, now = request.app.state, request.app.state.clock()
+    state = request.app.state
     name, password = field(form, "name"), field(form, "password")
     back = local_path(field(form, "next", "/"))
     state.throttle.hit("login_per_address", address(request))
     state.throttle.hit("login_per_account", name.strip().casefold())
-    with state.project.database.reading() as session:  # the slow hash must not hold the writers' lock
-        person = people.check_login(session, name, password, now)
+    with state.project.database.reading() as session:
+        person = people.by_name(session, name)
+    person = people.enter(person, password)
     if person is None:
         message = pages.text_of(request, WRONG)
         return pages.render(request, "login.html.j2", status=401, next=back, name=name[:64], message=message)
@@ -55,9 +56,8 @@ def log_out(request: Request, form: Posted) -> Response:
 def join_page(request: Request, token: str) -> HTMLResponse:
     """The form of an invitation."""
     request.app.state.throttle.hit("login_per_address", address(request))
-    with request.app.state.project.database.reading() as session:
-        if invitations.open_invitation(session, token, request.app.state.clock()) is None:
-            raise HTTPException(404, invitations.NO_INVITATION)
+    if not _is_open(request, token):
+        raise HTTPException(404, invitations.NO_INVITATION)
     return pages.render(request, "join.html.j2", token=token, name="", message="")
 
 
@@ -70,8 +70,11 @@ def join(request: Request, token: str, form: Posted) -> Response:
     try:
         if password != field(form, "password_again"):
             raise DataError("The two passwords differ.")
+        if not _is_open(request, token):
+            raise DataError(invitations.NO_INVITATION)
+        known = passwords.hashed(name, password)
         with state.project.database.writing() as session:
-            person = invitations.join(session, token, name, password, now, request_id=request.state.request_id)
+            person = invitations.join(session, token, name, known, now, request_id=request.state.request_id)
     except DataError as error:
         message = pages.text_of(request, str(error))
         return pages.render(request, "join.html.j2", status=422, token=token, name=name[:64], message=message)
@@ -106,15 +109,14 @@ def change_password(request: Request, visitor: SignedIn, form: Posted) -> Respon
     state, now = request.app.state, request.app.state.clock()
     state.throttle.hit("login_per_account", (visitor.person.name or "").casefold())
     try:
-        if not people.check_password(visitor.person, field(form, "present_password")):
+        if people.enter(visitor.person, field(form, "present_password")) is None:
             raise DataError("The present password is wrong.")
         if field(form, "password") != field(form, "password_again"):
             raise DataError("The two passwords differ.")
+        known = passwords.hashed(visitor.person.name or "", field(form, "password"))
         with state.project.database.writing() as session:
             person = session.get_one(Person, visitor.person.id)
-            people.set_password(
-                session, person, field(form, "password"), now, by=person, request_id=request.state.request_id
-            )
+            people.set_password(session, person, known, now, by=person, request_id=request.state.request_id)
     except DataError as error:
         return _account(request, visitor.person, status=422, message=pages.text_of(request, str(error)))
     return _enter(request, visitor.person, "/account")
@@ -158,6 +160,11 @@ def revoke_token(request: Request, visitor: SignedIn, form: Posted, prefix: str)
         if not people.revoke_token(session, person, prefix, now, by=person, request_id=request.state.request_id):
             raise not_found()
     return pages.see_other("/account")
+
+
+def _is_open(request: Request, token: str) -> bool:
+    with request.app.state.project.database.reading() as session:
+        return invitations.open_invitation(session, token, request.app.state.clock()) is not None
 
 
 def local_path(path: str) -> str:

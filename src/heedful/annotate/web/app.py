@@ -51,6 +51,7 @@ def create_app(
     app.add_exception_handler(SignIn, _to_login)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _unreadable)
+    app.add_exception_handler(passwords.Busy, _busy)
     app.add_exception_handler(HeedfulError, _refused)
     return app
 
@@ -90,6 +91,10 @@ def _http_error(request: Request, error: Exception) -> Response:
 def _unreadable(request: Request, error: Exception) -> Response:
     """A field of the wrong kind; what was sent is not repeated."""
     return refusal(request, 422, MESSAGES[422])
+
+
+def _busy(request: Request, error: Exception) -> Response:
+    return refusal(request, 503, "Many people log in at this moment; try again.", {"Retry-After": "2"})
 
 
 def _refused(request: Request, error: Exception) -> Response:
