@@ -20,6 +20,7 @@ from heedful.models.hardware import autocast
 from heedful.models.heads import Heads
 from heedful.models.load import scalar_head
 from heedful.models.lora import Adapters, base_of, is_adapted, one_list
+from heedful.models.ragged import can_be_ragged, is_worth_it, last_hidden_states
 from heedful.objectives.logprobs import exact_kl, token_logprobs
 from heedful.records import Message
 
@@ -39,6 +40,7 @@ class Part(ABC):
         alone = is_adapted(model) and adapters is None
         self._off = Adapters((), one_list(model)) if alone else None
         self._packing_checked = False
+        self._can_be_ragged: bool | None = None  # not tried yet
 
     @property
     def base(self) -> Any:
@@ -63,6 +65,8 @@ class Part(ABC):
 
     def hidden(self, batch: TokenBatch) -> Tensor:
         """Last hidden states [B, T, D] after the final norm, from the trunk alone: no logits are made.
+
+        What stands on padding means nothing; where that is quicker it is not computed (``models/ragged.py``).
 
         Raises:
             ModelError: longer than the model's positions, or packed rows on a model that lets samples see each other.
@@ -90,12 +94,28 @@ class Part(ABC):
                 f"a sequence of {ids_BT.shape[1]} tokens is longer than the {limit} positions of this model; "
                 f"lower max_tokens, max_prompt_tokens or max_new_tokens"
             )
+        leaves_padding_out = mask is not None and self._leaves_padding_out(mask)
         with autocast(self.device, self.dtype), self.acting():
+            if mask is not None and leaves_padding_out:
+                return last_hidden_states(self.base.base_model, ids_BT, mask, position_ids_BT, self.dtype)
             out = self.base.base_model(
                 input_ids=ids_BT, attention_mask=mask, position_ids=position_ids_BT, use_cache=False
             )
         hidden_BTD: Tensor = out.last_hidden_state
         return hidden_BTD
+
+    def _leaves_padding_out(self, mask: Tensor) -> bool:
+        config = self.base.config.get_text_config()
+        if not is_worth_it(config, mask):
+            return False
+        if self._can_be_ragged is None:
+            tolerance = 1e-3 if self.dtype == torch.float32 else 0.05
+            # in a context of its own: autocast would keep the casts of this trial, which have no gradients
+            with autocast(self.device, self.dtype), self.acting():
+                self._can_be_ragged = can_be_ragged(
+                    self.base.base_model, self.dtype, vocabulary=config.vocab_size, tolerance=tolerance
+                )
+        return self._can_be_ragged
 
     def _packed_mask(self, numbers_BT: Tensor, prompts_BT: Tensor | None = None) -> Tensor | None:
         from heedful.data.collate import block_attention_mask
@@ -318,7 +338,7 @@ class ScalarModel(Part):
             raise ModelError(f"row {int((num_tokens_N == 0).nonzero()[0])} of the batch to score has no tokens")
         position_ids_NT = (attention_mask_NT.cumsum(-1) - 1).clamp(min=0)
         hidden_NTD = self._trunk(ids_NT, attention_mask_NT, position_ids_NT)
-        last_N = position_ids_NT.argmax(-1)  # the first place of the largest position is the last attended token
+        last_N = (attention_mask_NT * torch.arange(ids_NT.shape[1], device=ids_NT.device)).argmax(-1)
         rows_N = torch.arange(len(ids_NT), device=ids_NT.device)
         last_ND = hidden_NTD[rows_N, last_N]
         own = self._read_head(last_ND)
