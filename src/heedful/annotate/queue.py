@@ -6,11 +6,12 @@ present does not count, so that their items are handed out again.
 
 from __future__ import annotations
 
+import math
 import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, case, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, update
 from sqlalchemy.orm import Session, aliased, joinedload, selectinload
 from sqlalchemy.orm.attributes import set_committed_value
 
@@ -40,19 +41,11 @@ def claim_next(session: Session, person: Person, settings: Settings, now: float)
 
 
 def _claim_new(session: Session, person: Person, settings: Settings, now: float, until: float) -> Assignment | None:
-    given, num_gold, num_repeats = session.execute(
-        select(
-            func.count(Assignment.id),
-            func.count(case((Item.is_gold.is_(True), 1))),
-            func.count(case((Assignment.repetition > 0, 1))),
-        )
-        .join(Item)
-        .where(Assignment.person_id == person.id)
-    ).one()
+    number = session.scalar(select(func.count(Assignment.id)).where(Assignment.person_id == person.id)) or 0
     item_id, repetition = None, 0
-    if is_due(f"{person.pseudonym} gold", num_gold, given, settings.gold_rate):
+    if is_due(f"{person.pseudonym} gold", number, settings.gold_rate):
         item_id = _unseen_gold(session, person)
-    if item_id is None and is_due(f"{person.pseudonym} repeat", num_repeats, given, settings.repeat_rate):
+    if item_id is None and is_due(f"{person.pseudonym} repeat", number, settings.repeat_rate):
         item_id = _own_item(session, person, now - 3600 * settings.repeat_after_hours)
         repetition = int(item_id is not None)
     if item_id is None:
@@ -60,10 +53,17 @@ def _claim_new(session: Session, person: Person, settings: Settings, now: float,
     return _hand_out(session, person, item_id, repetition, now, until) if item_id is not None else None
 
 
-def is_due(key: str, num_seen: int, num_given: int, rate: float) -> bool:
-    """Whether the next of a kind comes now: one in every 1/rate items, at a place in them that ``key`` decides."""
-    place = hashed(f"{key} {num_seen}") / 2**31
-    return rate > 0 and num_given >= max(1.0, (num_seen + place) / rate)
+def is_due(key: str, number: int, rate: float) -> bool:
+    """Whether the item of that number (from 0) has the place of a kind of which there is one in every 1/rate items.
+
+    ``key`` decides which of the 1/rate. A place is not made up for later: when there is no control item yet, the first
+    ones must not come all at once.
+    """
+    if rate <= 0:
+        return False
+    block = int(number * rate)
+    first, end = max(1, math.ceil(block / rate)), math.ceil((block + 1) / rate)
+    return first < end and number == first + (hashed(f"{key} {block}") * (end - first) >> 31)
 
 
 def excluded_people() -> Select[Any]:
@@ -106,14 +106,19 @@ def is_open(session: Session, item_id: int, person_id: int, now: float) -> bool:
         return False
     if not _is_alone(session):
         session.execute(select(Item.id).where(Item.id == item_id).with_for_update(key_share=True))
+    _end_leases(session, item_id, now, but_of=person_id)
+    return _is_alone(session) or session.scalar(lacking) is not None
+
+
+def _end_leases(session: Session, item_id: int, now: float, *, but_of: int) -> None:
+    """A request that was sent in time and comes too late to its turn must find that its lease is over."""
     ran_out = update(Assignment).where(
         Assignment.item_id == item_id,
-        Assignment.person_id != person_id,
+        Assignment.person_id != but_of,
         Assignment.state == "leased",
         Assignment.lease_until < now,
     )
     session.execute(ran_out.values(state="expired").execution_options(synchronize_session=False))
-    return _is_alone(session) or session.scalar(lacking) is not None
 
 
 def _is_alone(session: Session) -> bool:
@@ -196,6 +201,9 @@ def _open_item(session: Session, person: Person, settings: Settings, now: float)
                 found = session.scalar(some)  # another claim holds it and may give it up: wait rather than send away
             if found is None:
                 break
+            if _is_alone(session):
+                _end_leases(session, found, now, but_of=person.id)
+                return found
             if is_open(session, found, person.id, now):  # it may have filled up between the query and the lock
                 return found
     return None

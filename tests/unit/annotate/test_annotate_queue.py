@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from sqlalchemy import select, update
 
+from heedful.annotate.project import add_rankings
 from heedful.annotate.queue import claim_next, is_due, progress
 from heedful.annotate.submissions import Refused, save_draft, skip
 from heedful.annotate.tables import Assignment, Exclusion, Item, Shown, Submission
@@ -192,12 +193,21 @@ def test_control_items_run_out_and_are_never_given_twice(tmp_path):
 @pytest.mark.parametrize("rate", [0.025, 0.09, 0.3, 1.0])
 def test_the_rate_is_met_at_every_length(rate):
     num_seen = 0
-    for given in range(2000):
-        due = is_due("somebody gold", num_seen, given, rate)
-        assert not (due and given == 0)
+    for number in range(2000):
+        due = is_due("somebody gold", number, rate)
+        assert not (due and number == 0)
         num_seen += due
-        assert abs(num_seen - rate * given) <= 1 + rate
-    assert not is_due("somebody gold", 0, 10**6, 0.0)
+        assert abs(num_seen - rate * number) <= 1 + rate
+    assert not any(is_due("somebody gold", number, 0.0) for number in range(100))
+
+
+def test_control_items_that_are_added_late_do_not_come_all_at_once(tmp_path):
+    project = make_project(tmp_path, items(60), **ALONE | {"gold_rate": 0.2})
+    (person,) = make_people(project, 1)
+    work(project, person, limit=30)
+    add_rankings(project, items(20, gold=True, name="gold"), now=NOW)
+    groups = [assignment.item.group_id for assignment in work(project, person, limit=25)]
+    assert 4 <= sum(group.startswith("gold") for group in groups) <= 6
 
 
 def test_repetitions_come_a_day_later_once_shuffled_anew_and_never_of_control_items(tmp_path):
