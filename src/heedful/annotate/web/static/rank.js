@@ -9,6 +9,7 @@ const state = form.querySelector("[data-state]");
 const live = form.querySelector("[data-live]");
 const strength = form.querySelector(".strength");
 const reason = form.querySelector("[name=reason]");
+const ratings = [...form.querySelectorAll(".attributes select")];
 
 const letter = (card) => card.dataset.card;
 const rankOf = (card) => Number(card.querySelector(".ranks :checked")?.value ?? 0);
@@ -51,7 +52,7 @@ function show() {
 function wanting() {
   const left = missing();
   if (left.length) return fill(say.sayMissing, { cards: left.map(letter).join(" ") });
-  const unrated = form.querySelector(".attributes select:has([value='']:checked)");
+  const unrated = ratings.find((choice) => !choice.value);
   if (unrated) return fill(say.sayRating, { name: unrated.dataset.name, card: letter(unrated.closest("[data-card]")) });
   return say.reasonRequired && !reason.value.trim() ? say.sayReason : "";
 }
@@ -88,15 +89,16 @@ function isTyping(element) {
 }
 
 document.addEventListener("keydown", (event) => {
+  const element = document.activeElement;
+  // the keys belong to what is ranked, not to the page's menus
+  if (element.closest("header.site, .skip")) return;
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
     if (submit.disabled) announce(wanting());
     else form.requestSubmit(submit);
     return;
   }
-  // the keys belong to what is ranked, not to the page's menus
-  const element = document.activeElement;
-  if (event.ctrlKey || event.metaKey || event.altKey || isTyping(element) || element.closest("header.site, .skip")) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || isTyping(element)) return;
   const key = event.key.toLowerCase();
   const now = here();
   if (/^[0-9]$/.test(key) && now >= 0) rank(cards[now], Number(key));
@@ -118,6 +120,7 @@ form.addEventListener("input", (event) => {
 // ---- drafts: half a second after the last change, and when the page is left
 
 let timer = 0;
+let busy = false;
 let sent = false;
 
 function keepDraft() {
@@ -126,12 +129,16 @@ function keepDraft() {
 }
 
 async function sendDraft() {
+  // one at a time, so that an older draft cannot arrive after a newer one
+  if (busy && document.visibilityState !== "hidden") return keepDraft();
   timer = 0;
+  busy = true;
   let kept = false;
   try {
     const answer = await fetch(say.draft, { method: "POST", body: new URLSearchParams(new FormData(form)), keepalive: true, redirect: "error" });
     kept = answer.status === 204;
   } catch { /* no connection, or a redirect to the sign-in page: said below */ }
+  busy = false;
   if (sent || timer) return;
   state.classList.toggle("bad", !kept);
   state.textContent = kept ? [wanting(), say.saySaved].filter(Boolean).join(" · ") : say.sayUnsaved;
