@@ -106,6 +106,15 @@ def test_what_is_not_there_is_said_in_one_sentence(run, folder):
     assert code == 2 and "not UTF-8" in error
 
 
+def test_a_missing_library_is_named_with_its_remedy(folder):
+    code = (
+        "import sys; sys.modules['sqlalchemy'] = None; from heedful.cli.main import main; "
+        f"sys.exit(main(['annotate', 'progress', {str(folder)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "needs sqlalchemy: pip install 'heedful[annotate]'" in done.stderr
+
+
 def test_SEC_10_passwords_come_from_a_file_or_a_terminal_never_from_the_command(made, folder, monkeypatch):
     code, _, error = made("person", "ben")
     assert code == 2 and "--password_file" in error
