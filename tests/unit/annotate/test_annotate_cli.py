@@ -286,8 +286,11 @@ def test_a_real_server_answers_counts_addresses_by_its_proxy_and_ends_cleanly(se
     assert "GET /join/{token} 429" in log and "unknown" not in log and "Traceback" not in log
 
 
-def test_forwarded_addresses_of_strangers_are_not_believed(served):
+def test_without_a_proxy_forwarded_addresses_are_not_believed_and_without_an_admin_it_says_so(served, folder):
+    with open_project(folder / "p").database.writing() as session:
+        session.delete(people.by_name(session, "ann"))
     url, process = served()
+    assert "heedful annotate person" in (folder / "log").read_text()
     for i in range(61):
         status, _ = ask(f"{url}/join/unknown", **{"x-forwarded-for": f"10.9.9.{i}"})
     assert status == 429
@@ -305,10 +308,3 @@ def test_tls(served, folder):
     assert url.startswith("https://127.0.0.1:")
     status, headers = ask(f"{url}/login", ssl.create_default_context(cafile=str(cert)))
     assert status == 200 and headers["set-cookie"].startswith("__Host-") and "strict-transport-security" in headers
-
-
-def test_without_an_admin_the_server_says_how_to_make_one(run, folder, served):
-    with open_project(folder / "p").database.writing() as session:
-        session.delete(people.by_name(session, "ann"))
-    served()
-    assert "heedful annotate person" in (folder / "log").read_text()
