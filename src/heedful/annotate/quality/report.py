@@ -165,7 +165,7 @@ def text(found: dict[str, Any]) -> str:
             table.add_row(name, f"{s['value']:+.2f}", f"{s['low']:+.2f} to {s['high']:+.2f}", str(s["num_comparisons"]))
         console.print(table)
     console.print(_rater_table(found))
-    console.print(f"For review ({len(found['findings'])}); a person decides:")
+    console.print("For review, a person decides:" if found["findings"] else "Nothing to review.")
     for finding in found["findings"]:
         console.print(f"  {finding['rater']}: {finding['says']}", soft_wrap=True)
     return out.getvalue()
