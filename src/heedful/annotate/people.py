@@ -320,6 +320,7 @@ def exclude(
     reason = reason.strip()
     if not 3 <= len(reason) <= 2000:
         raise DataError("Say why, in 3 to 2,000 characters; the data card repeats it.")
+    session.execute(select(Person.id).where(Person.id == person.id).with_for_update())
     if live_exclusion(session, person) is not None:
         raise DataError(f"The work of {person.pseudonym} is left out already.")
     made = Exclusion(person_id=person.id, by_id=by.id if by else None, reason=reason, created_at=now)
@@ -354,6 +355,8 @@ def _record(
 
 
 def _keep_an_admin(session: Session, person: Person) -> None:
+    # one at a time, or two admins could close each other's account at the same moment
+    session.execute(select(Person.id).where(Person.role == "admin").order_by(Person.id).with_for_update())
     if person.role == "admin" and person.disabled_at is None and not has_admin(session, besides=person.id):
         raise DataError("This is the last admin; make another one first.")
 

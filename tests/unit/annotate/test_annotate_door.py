@@ -515,6 +515,14 @@ def test_SEC_09_a_body_without_a_stated_length_is_cut_off_too(browse):
     assert lying.status_code == 413
 
 
+def test_SEC_09_static_files_are_those_of_the_folder_alone(browse):
+    browser = browse()
+    assert browser.get("/static/rank.js").status_code == 200
+    for path in ("../app.py", "..%2fapp.py", "%2e%2e/app.py", "..%5capp.py", "/etc/passwd", "%2fetc%2fpasswd", "", "."):
+        answer = browser.get(f"/static/{path}")
+        assert answer.status_code == 404 and "import" not in answer.text, path
+
+
 def test_a_file_in_a_form_is_refused(browse):
     browser = browse()
     answer = browser.post("/login", data={"form_token": browser.token()}, files={"name": ("x.txt", b"hello")})

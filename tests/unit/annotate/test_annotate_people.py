@@ -1,6 +1,7 @@
 """Accounts, exclusion, deletion and the trail they leave, on SQLite and on PostgreSQL."""
 
 import threading
+import time
 
 import pytest
 from pwdlib import PasswordHash
@@ -290,6 +291,35 @@ def test_SEC_07_one_name_goes_to_one_account_whoever_is_faster(project):
     results = race(8, create)
     assert len([result for result in results if isinstance(result, str)]) == 1
     assert all("taken" in str(result) for result in results if not isinstance(result, str))
+
+
+def test_SEC_07_two_admins_cannot_close_each_other_at_the_same_moment(project):
+    with project.database.writing() as session:
+        people.set_role(session, named(session, "ben"), "admin", NOW)
+
+    def close(i):
+        with project.database.writing() as session:
+            people.disable(session, named(session, ("ann", "ben")[i]), NOW)
+            time.sleep(0.1)
+        return "closed"
+
+    results = race(2, close)
+    assert sorted(map(str, results)) == ["This is the last admin; make another one first.", "closed"]
+    with project.database.reading() as session:
+        assert people.has_admin(session)
+
+
+def test_SEC_07_work_is_left_out_once_whoever_decides_first(project):
+    def exclude(i):
+        with project.database.writing() as session:
+            people.exclude(session, named(session, "ben"), f"reason {i}", NOW)
+            time.sleep(0.05)
+        return "done"
+
+    assert [str(result) for result in race(4, exclude)].count("done") == 1
+    with project.database.writing() as session:
+        people.reinstate(session, named(session, "ben"), NOW)
+        assert people.live_exclusion(session, named(session, "ben")) is None
 
 
 def test_progress_counts_what_is_wanted_and_leaves_out_excluded_work(project):
