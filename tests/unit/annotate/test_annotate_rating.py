@@ -93,6 +93,15 @@ def test_two_answers_ask_how_much_better(make):
     assert [row.strength for row, _ in stored(rater)] == [3, None]
 
 
+def test_answers_may_stay_unranked_where_the_project_allows_it(make):
+    rater = make(items(1), allow_unranked=True)
+    address = rater.next()
+    assert rater.rank(address, ["", "", "", ""]).status_code == 422
+    assert rater.rank(address, ["", 2, "", 1]).status_code == 303
+    [(row, shown)] = stored(rater)
+    assert row.said["ranks"] == {shown[1]: 2, shown[3]: 1} and "D > B > (A C)" in rater.page("/mine").words
+
+
 def test_four_answers_do_not_ask_how_much_better(make):
     rater = make(items(1))
     assert "strength" not in rater.page(rater.next()).choices

@@ -271,14 +271,17 @@ def _lettered(assignment: Assignment) -> list[tuple[str, Any]]:
 
 
 def _order(assignment: Assignment) -> str:
-    """The last revision as "B > A = C"; "" when there is none."""
+    """The last revision as "B > A = C"; what was left without a rank last, "B > (A C)"; "" when there is none."""
     if not assignment.submissions:
         return ""
     ranks = assignment.submissions[-1].said["ranks"]
     by_rank: dict[int, list[str]] = {}
+    unranked = []
     for letter, shown in _lettered(assignment):
-        by_rank.setdefault(ranks.get(shown.answer.answer_id, submissions.MAX_RANK + 1), []).append(letter)
-    return " > ".join(" = ".join(by_rank[rank]) for rank in sorted(by_rank))
+        rank = ranks.get(shown.answer.answer_id)
+        (unranked if rank is None else by_rank.setdefault(rank, [])).append(letter)
+    parts = [" = ".join(by_rank[rank]) for rank in sorted(by_rank)]
+    return " > ".join(parts + ([f"({' '.join(unranked)})"] if unranked else []))
 
 
 def _excerpt(item: Item) -> str:

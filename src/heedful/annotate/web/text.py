@@ -17,8 +17,8 @@ MAX_MARKDOWN = 50_000
 """Characters; a longer text is shown as it is, since some nestings cost a parser the square of their length."""
 
 TAGS = {
-    "p", "br", "hr", "h2", "h3", "h4", "h5", "h6", "strong", "em", "s", "blockquote", "ul", "ol", "li", "pre", "code", "a",
-    "table", "thead", "tbody", "tr", "th", "td",
+    "p", "br", "hr", "h2", "h3", "h4", "h5", "h6", "strong", "em", "s", "blockquote", "ul", "ol", "li", "pre", "code",
+    "a", "table", "thead", "tbody", "tr", "th", "td",
 }  # fmt: skip
 
 
