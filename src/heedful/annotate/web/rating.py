@@ -276,7 +276,7 @@ def _order(assignment: Assignment) -> str:
         return ""
     ranks = assignment.submissions[-1].said["ranks"]
     by_rank: dict[int, list[str]] = {}
-    unranked = []
+    unranked: list[str] = []
     for letter, shown in _lettered(assignment):
         rank = ranks.get(shown.answer.answer_id)
         (unranked if rank is None else by_rank.setdefault(rank, [])).append(letter)
