@@ -83,3 +83,13 @@ def by_person(session: Session) -> list[PersonProgress]:
         )  # fmt: skip
         for person, submitted, skipped, last in rows
     ]
+
+
+def of_round(session: Session, number: int) -> tuple[int, int]:
+    """Rankings of a round's items that are there and that are wanted; counted as :func:`by_category` counts."""
+    items = (Item.is_gold.is_(False), Item.round == number)
+    wanted = session.scalar(select(func.coalesce(func.sum(Item.overlap), 0)).where(*items)) or 0
+    counted = (Assignment.state == "submitted", Assignment.repetition == 0)
+    theirs = Assignment.person_id.not_in(excluded_people())
+    there = session.scalar(select(func.count(Assignment.id)).join(Item).where(*items, *counted, theirs)) or 0
+    return there, wanted

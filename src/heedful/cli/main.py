@@ -15,7 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from heedful import __version__
-from heedful.cli import annotate, audit, card, check, data, models, plan, replay, report, run, sample, score, serve
+from heedful.cli import (
+    annotate,
+    audit,
+    card,
+    check,
+    data,
+    models,
+    plan,
+    replay,
+    report,
+    round,
+    run,
+    sample,
+    score,
+    serve,
+)
 from heedful.errors import HeedfulError
 
 DESCRIPTION = """Train language models from human feedback: demonstrations, rankings, reward model, PPO, report.
@@ -34,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"heedful {__version__}")
     verbs = top.add_subparsers(title="verbs", metavar="VERB", dest="verb")
-    for verb in (data, annotate, models, plan, check, run, sample, score, card, audit, serve, replay, report):
+    for verb in (data, annotate, models, plan, check, run, sample, round, score, card, audit, serve, replay, report):
         verb.add_parser(verbs)
     return top
 

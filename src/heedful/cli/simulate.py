@@ -10,7 +10,7 @@ ABOUT = "let simulated raters work on a project, through its app"
 UTILITY = "heedful.evaluate.panel:utility"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse._ActionsContainer) -> None:
     """What a crowd is."""
     parser.add_argument(
         "--raters", type=shares, default={"honest": 5.0}, metavar="PROFILE=N,…",
@@ -31,17 +31,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """``heedful annotate simulate``."""
+    for line in work(arguments, arguments.project):
+        print(line)
+
+
+def work(arguments: argparse.Namespace, project: str) -> list[str]:
+    """Let the crowd of the options work on a project; a line for each rater."""
     from heedful.annotate.simulate.crowd import simulate
     from heedful.annotate.simulate.raters import utility_of
     from heedful.data.load import load_prompts
     from heedful.data.shipped import data_path
     from heedful.evaluate.gold import load_scorer
 
-    scorer = load_scorer(arguments.utility)
-    known = load_prompts(data_path(arguments.known)) if arguments.known else []
+    utility = utility_of(
+        load_scorer(arguments.utility), load_prompts(data_path(arguments.known)) if arguments.known else ()
+    )
     done = simulate(
-        arguments.project, arguments.raters, utility_of(scorer, known), url=arguments.url, limit=arguments.limit,
-        seed=arguments.seed,
-    )  # fmt: skip
-    for one in done:
-        print(f"{one.name}: {len(one.acknowledged):,} rankings")
+        project, arguments.raters, utility, url=arguments.url, limit=arguments.limit, seed=arguments.seed
+    )
+    return [f"{one.name}: {len(one.acknowledged):,} rankings" for one in done]

@@ -171,13 +171,13 @@ def sample(
             asked, answers, baited, round=config.round, seed=config.seed, threshold=config.threshold
         )
         result = _result(rankings, controls, asked, left_out, known, answers, num_resumed, config, say)
-        if out is not None:
-            write_rows(out, [record_row(r) for r in result.rankings])
         if opened is not None:
             from heedful.annotate.project import add_rankings
 
             for warning in add_rankings(opened, result.rankings, now=time.time()).warnings:
                 say(warning)
+        if out is not None:  # last, so that the file says: all is done
+            write_rows(out, [record_row(r) for r in result.rankings])
     return result
 
 
