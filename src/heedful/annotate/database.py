@@ -50,7 +50,7 @@ class Database:
         whole = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ", "postgresql_readonly": True}
         self._reader = self._engine.execution_options(writing=False, **whole)
         self._writer = self._engine.execution_options(writing=True)
-        self._turn = threading.Lock() if self.is_sqlite else nullcontext()
+        self._turn = threading.RLock() if self.is_sqlite else nullcontext()
         if self.is_sqlite:
             event.listen(self._engine, "connect", _prepare_sqlite)
             for engine in (self._reader, self._writer):
