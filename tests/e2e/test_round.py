@@ -49,9 +49,16 @@ def folder(tmp_path, toy_recipe, toy_model) -> Path:
     colours = ["red", "blue", "green", "gold", "grey", "pink", "teal", "navy"]
     rows = [{"prompt": f"Say {a} {b} please", "category": "chat"} for a in colours for b in colours if a != b]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    controls = [
+        Ranking(f"control{n}", (Message("user", f"Control {n}"),), (Answer("a", "ok"), Answer("b", "no " * 9)),
+                gold=(("a", "b"),))
+        for n in range(6)
+    ]  # fmt: skip
+    write_jsonl(tmp_path / "gold.jsonl", [record_row(control) for control in controls])
     (path / "rounds.yaml").write_text(
         f"recipe: {tmp_path}/toy.yaml\npolicy: {toy_model}\nprompts: {tmp_path}/prompts.jsonl\nnum_prompts: 16\n"
         f"guideline: {tmp_path}/guideline.md\nnum_answers: 3\nmax_new_tokens: 10\nolder_share: 0.25\n"
+        f"gold: {tmp_path}/gold.jsonl\ngold_rate: 0.2\n"
     )
     return path
 
@@ -73,7 +80,10 @@ def test_two_rounds_with_simulated_raters(folder, capsys):
     before, after = second.result["accuracy_before"], second.result["accuracy_after"]
     assert before["num_pairs"] == after["num_pairs"] > 0
 
-    answers = {n: load_rankings(folder / f"round-{n}/answers.jsonl", keep_unranked=True) for n in (1, 2)}
+    written = {n: load_rankings(folder / f"round-{n}/answers.jsonl", keep_unranked=True) for n in (1, 2)}
+    controls = [{r.group_id for r in written[n] if r.gold} for n in written]
+    assert list(map(len, controls)) == [4, 2] and controls[0].isdisjoint(controls[1]), "none in two rounds"
+    answers = {n: [r for r in written[n] if r.gold is None] for n in written}
     by_policy = [a.policy for r in answers[2] for a in r.answers]
     assert set(by_policy) == {"round-0", "round-1"} and by_policy.count("round-0") == len(by_policy) // 4
     prompts = {n: {r.prompt for r in answers[n]} for n in answers}
@@ -127,7 +137,7 @@ def test_an_interruption_before_and_after_people_ranked(folder, monkeypatch):
     status = rounds.next_step(folder, rate=stop)  # nobody is asked again
     assert status.number == 1 and status.result is not None
     answers = load_rankings(folder / "round-1/answers.jsonl", keep_unranked=True)
-    assert len(answers) == 16 == status.result["num_prompts"]
+    assert len([r for r in answers if r.gold is None]) == 16 == status.result["num_prompts"]
 
 
 def test_a_round_is_closed_before_all_is_ranked(folder, capsys):
@@ -143,10 +153,11 @@ def test_a_round_is_closed_before_all_is_ranked(folder, capsys):
         work(client, Rater("ann", Profile(), shortness), limit=12)
         client.close()
     assert main(["round", str(folder), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["num_there"] == 12
+    num_there = json.loads(capsys.readouterr().out)["num_there"]
+    assert 8 <= num_there < 12, "control items are no rankings of the round"
     assert main(["round", str(folder), "--close"]) == 0
     said = capsys.readouterr().out
-    assert "round 1: 12 rankings of 12 prompts" in said and "next policy:" in said
+    assert f"round 1: {num_there} rankings of {num_there} prompts" in said and "next policy:" in said
 
 
 @pytest.mark.parametrize("change, sentence", [

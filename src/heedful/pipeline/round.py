@@ -156,10 +156,10 @@ def _project(this: _Round) -> Project:
 def _sample(this: _Round, project: Project, say: Callable[[str], None]) -> None:
     """Prompts that no round has asked yet, answered by the newest policy and the one before it."""
     config = this.config
-    asked = {
-        normalise(prompt_text(ranking))
-        for k in range(1, this.number) for ranking in load_rankings(this.other(k).answers, keep_unranked=True)
-    }  # fmt: skip
+    earlier = [
+        ranking for k in range(1, this.number) for ranking in load_rankings(this.other(k).answers, keep_unranked=True)
+    ]  # fmt: skip
+    asked = {normalise(prompt_text(ranking)) for ranking in earlier}
     pool = unlike(load_prompts(data_path(config.prompts)))  # of like prompts the same one stays in every round
     left = [prompt for prompt in pool if normalise(prompt_text(prompt)) not in asked]
     if len(left) < config.num_prompts:
@@ -181,11 +181,25 @@ def _sample(this: _Round, project: Project, say: Callable[[str], None]) -> None:
             max_prompt_tokens=recipe.data.max_prompt_tokens, num_prompts=config.num_prompts, quotas=config.quotas,
             round=this.number, bait_rate=config.bait_rate, gold_rate=config.gold_rate, seed=config.seed,
         ),
-        out=this.answers, project=project.folder, gold=config.gold, device=recipe.model.device,
+        out=this.answers, project=project.folder, gold=_new_controls(this, earlier, say), device=recipe.model.device,
         dtype=recipe.model.dtype, say=say,
     )  # fmt: skip
     counts = found.to_json()
     say(f"round {this.number}: {counts['num_rankings']:,} prompts with {counts['num_answers']:,} answers to rank")
+
+
+def _new_controls(this: _Round, earlier: Sequence[Ranking], say: Callable[[str], None]) -> Path | None:
+    """A file of the control items that no round has used; nobody meets one twice, so old ones reach newcomers only."""
+    if this.config.gold is None:
+        return None
+    used = {ranking.group_id for ranking in earlier}
+    controls = load_rankings(data_path(this.config.gold), keep_ties=True, keep_unranked=True)
+    left = [control for control in controls if control.group_id not in used]
+    if not left:
+        say(f"{this.config.gold}: all control items have been used; this round has no new ones")
+        return None
+    write_jsonl(path := this.path / "gold.jsonl", [record_row(control) for control in left])
+    return path
 
 
 def _progress(project: Project, number: int) -> tuple[int, int]:
