@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
 
-from heedful.annotate.people import create_person, create_token
-from heedful.annotate.project import open_project
-from heedful.annotate.simulate.client import Client, work
 from heedful.annotate.simulate.crowd import simulate
-from heedful.annotate.simulate.raters import Profile, Rater
-from heedful.annotate.simulate.server import ServerProcess
 from heedful.cli.main import main
 from heedful.data.export import record_row
 from heedful.data.files import write_jsonl
@@ -143,15 +137,11 @@ def test_an_interruption_before_and_after_people_ranked(folder, monkeypatch):
 def test_a_round_is_closed_before_all_is_ranked(folder, capsys):
     assert main(["round", str(folder)]) == 0
     assert "0 of" in (said := capsys.readouterr().out) and "--close" in said
-    project = open_project(folder / "project")
-    with project.database.writing() as session:
-        person = create_person(session, "ann", "a long pass phrase", "annotator", 0.0)
-        session.flush()
-        token = create_token(session, person, "annotate", time.time())
-    with ServerProcess(project.folder) as server:
-        client = Client(server.url, token)
-        work(client, Rater("ann", Profile(), shortness), limit=12)
-        client.close()
+    project = str(folder / "project")
+    assert main(["annotate", "simulate", project, "--raters", "honest=1", "--limit", "12"]) == 0
+    assert capsys.readouterr().out == "honest-1: 12 rankings\n"
+    assert main(["annotate", "simulate", project, "--raters", "saint=1"]) == 2
+    assert "give a whole number of one of honest, noisy" in capsys.readouterr().err
     assert main(["round", str(folder), "--json"]) == 0
     num_there = json.loads(capsys.readouterr().out)["num_there"]
     assert 8 <= num_there < 12, "control items are no rankings of the round"
