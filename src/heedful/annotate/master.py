@@ -95,7 +95,7 @@ def _ranking(item: Item, work: Sequence[Judged]) -> Ranking:
     else:
         data |= item.brought
     ranking = Ranking.from_json(data)
-    margin = _margin(ranking, work)
+    margin = _margin(ranking, [(judged.ranks(item), judged.last.strength) for judged in work])
     if margin is not None:
         ranking.info["margin"] = margin
     return ranking
@@ -122,18 +122,17 @@ def _mean_ratings(work: Iterable[Judged]) -> dict[str, dict[str, float]]:
     return {name: {answer: fmean(values) for answer, values in part.items()} for name, part in given.items()}
 
 
-def _margin(ranking: Ranking, work: Sequence[Judged]) -> float | None:
+def _margin(ranking: Ranking, given: Sequence[tuple[dict[str, int], int | None]]) -> float | None:
     """Of two answers: the mean strength towards the better one; a tie counts 0, who gave no strength does not count."""
     ranks = consensus(ranking)
     if len(ranking.answers) != 2 or len(set(ranks.values())) != 2:
         return None
     better, worse = sorted(ranks, key=lambda answer_id: ranks[answer_id])
     strengths = []
-    for judged in work:
-        given = judged.last.said["ranks"]
-        sign = (given.get(better, 9) < given.get(worse, 9)) - (given.get(better, 9) > given.get(worse, 9))
-        if judged.last.strength is not None or not sign:
-            strengths.append(sign * (judged.last.strength or 0))
+    for said, strength in given:
+        sign = (said[better] < said[worse]) - (said[better] > said[worse])
+        if strength is not None or not sign:
+            strengths.append(sign * (strength or 0))
     if not any(strengths):
         return None
     return max(0.0, fmean(strengths))

@@ -70,6 +70,11 @@ def create_person(
     return person
 
 
+def plain(name: str) -> str:
+    """The same for all spellings of one name: written in wide letters it cannot be tried more often."""
+    return unicodedata.normalize("NFKC", name).strip().casefold()
+
+
 def by_name(session: Session, name: str) -> Person | None:
     """The account of that name."""
     try:
@@ -188,11 +193,6 @@ def erase_remains(database: Database) -> None:
 
 
 # --- passwords and logins -------------------------------------------------------------------------------------------
-
-
-def check_login(session: Session, name: str, password: str, now: float) -> Person | None:
-    """The person, if name and password fit and the account is open."""
-    return enter(by_name(session, name), password)
 
 
 def enter(person: Person | None, password: str) -> Person | None:
@@ -340,7 +340,6 @@ def reinstate(session: Session, person: Person, now: float, *, by: Person | None
         raise DataError(f"The work of {person.pseudonym} is not left out.")
     found.lifted_at, found.lifted_by_id = now, by.id if by else None
     _record(session, "reinstate person", person, by, now, request_id, before={"reason": found.reason})
-
 
 
 def _record(

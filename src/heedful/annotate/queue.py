@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import math
 import secrets
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, update
 from sqlalchemy.orm import Session, aliased, joinedload, selectinload
 from sqlalchemy.orm.attributes import set_committed_value
 
-from heedful.annotate.project import hashed
 from heedful.annotate.settings import Settings
 from heedful.annotate.tables import Assignment, Exclusion, Item, Person, Shown
 
-TAKEN = ("leased", "submitted")
 HELD = ("leased", "expired")
 """States in which a person may still say something: also when the lease ran out, as long as the item needs it."""
 _RANDOM = secrets.SystemRandom()
@@ -41,11 +39,12 @@ def claim_next(session: Session, person: Person, settings: Settings, now: float)
 
 
 def _claim_new(session: Session, person: Person, settings: Settings, now: float, until: float) -> Assignment | None:
-    number = session.scalar(select(func.count(Assignment.id)).where(Assignment.person_id == person.id)) or 0
+    kinds = select(Item.is_gold, Assignment.repetition > 0).join_from(Assignment, Item)
+    had = session.execute(kinds.where(Assignment.person_id == person.id).order_by(Assignment.id)).all()
     item_id, repetition = None, 0
-    if is_due(f"{person.pseudonym} gold", number, settings.gold_rate):
+    if is_due([is_gold for is_gold, _ in had], settings.gold_rate):
         item_id = _unseen_gold(session, person)
-    if item_id is None and is_due(f"{person.pseudonym} repeat", number, settings.repeat_rate):
+    if item_id is None and is_due([is_repetition for _, is_repetition in had], settings.repeat_rate):
         item_id = _own_item(session, person, now - 3600 * settings.repeat_after_hours)
         repetition = int(item_id is not None)
     if item_id is None:
@@ -53,17 +52,19 @@ def _claim_new(session: Session, person: Person, settings: Settings, now: float,
     return _hand_out(session, person, item_id, repetition, now, until) if item_id is not None else None
 
 
-def is_due(key: str, number: int, rate: float) -> bool:
-    """Whether the item of that number (from 0) has the place of a kind of which there is one in every 1/rate items.
+def is_due(had: Sequence[bool], rate: float) -> bool:
+    """Whether the next item shall be of a kind of which there is one in every 1/rate items; ``had`` tells of each item
+    so far whether it was.
 
-    ``key`` decides which of the 1/rate. A place is not made up for later: when there is no control item yet, the first
-    ones must not come all at once.
+    Every place of the 1/rate is equally likely. It is drawn, not computed from anything that a rater knows, such as the
+    own pseudonym. A place is not made up for later: when there is no control item yet, the first ones must not come all
+    at once.
     """
     if rate <= 0:
         return False
-    block = int(number * rate)
+    block = int(len(had) * rate)
     first, end = max(1, math.ceil(block / rate)), math.ceil((block + 1) / rate)
-    return first < end and number == first + (hashed(f"{key} {block}") * (end - first) >> 31)
+    return first <= len(had) < end and not any(had[first:]) and _RANDOM.randrange(end - len(had)) == 0
 
 
 def excluded_people() -> Select[Any]:
@@ -72,8 +73,10 @@ def excluded_people() -> Select[Any]:
 
 
 def _may_rank(session: Session, person: Person) -> bool:
-    """False for an excluded person. Locks the person (PostgreSQL), so that a double click cannot claim two items."""
-    row = select(Person.id.not_in(excluded_people())).where(Person.id == person.id).with_for_update(key_share=True)
+    """False for an excluded person and for one who was closed or forgotten a moment ago. Locks the person (PostgreSQL),
+    so that a double click cannot claim two items."""
+    may = and_(Person.disabled_at.is_(None), Person.id.not_in(excluded_people()))
+    row = select(may).where(Person.id == person.id).with_for_update(key_share=True)
     return session.scalar(row) or False
 
 
@@ -82,14 +85,18 @@ def whole(query: Select[Any]) -> Select[Any]:
     return query.options(joinedload(Assignment.item), selectinload(Assignment.shown).joinedload(Shown.answer))
 
 
-def num_taken(item_id: Any, now: float, *, other_than: int | None = None) -> ColumnElement[int]:
-    """How many people (other than the one of that id) hold or have ranked an item."""
-    taken = select(func.count(Assignment.id)).where(
-        Assignment.item_id == item_id,
+def _counts(now: float) -> ColumnElement[bool]:
+    """Whether an assignment takes one of its item's places: ranked or held, by a person who is not excluded."""
+    return and_(
         or_(Assignment.state == "submitted", and_(Assignment.state == "leased", Assignment.lease_until >= now)),
         Assignment.repetition == 0,
         Assignment.person_id.not_in(excluded_people()),
     )
+
+
+def num_taken(item_id: Any, now: float, *, other_than: int | None = None) -> ColumnElement[int]:
+    """How many people (other than the one of that id) hold or have ranked an item."""
+    taken = select(func.count(Assignment.id)).where(Assignment.item_id == item_id, _counts(now))
     if other_than is not None:
         taken = taken.where(Assignment.person_id != other_than)
     return taken.scalar_subquery()
@@ -193,7 +200,7 @@ def _open_item(session: Session, person: Person, settings: Settings, now: float)
     """Of the category furthest behind its quota, those first that somebody began, then by place; its row is locked."""
     order = (num_taken(Item.id, now) == 0), Item.place, Item.id
     query = select(Item.id).where(_open_for(person, now)).order_by(*order).limit(1)
-    for of_category in _categories(session, settings):
+    for of_category in _categories(session, settings, now):
         some = query.where(of_category) if of_category is not None else query
         while True:
             found = session.scalar(some.with_for_update(skip_locked=True, key_share=True))
@@ -209,7 +216,7 @@ def _open_item(session: Session, person: Person, settings: Settings, now: float)
     return None
 
 
-def _categories(session: Session, settings: Settings) -> list[ColumnElement[bool] | None]:
+def _categories(session: Session, settings: Settings, now: float) -> list[ColumnElement[bool] | None]:
     """Conditions, one after the other: categories with a quota, the one furthest behind first, then all others."""
     if not settings.quotas:
         return [None]
@@ -217,7 +224,7 @@ def _categories(session: Session, settings: Settings) -> list[ColumnElement[bool
     counts = (
         select(Item.category, func.count(Assignment.id))
         .join(Item)
-        .where(Assignment.state.in_(TAKEN), Assignment.repetition == 0, Item.is_gold.is_(False))
+        .where(_counts(now), Item.is_gold.is_(False))
         .group_by(Item.category)
     )
     given |= {category: count for category, count in session.execute(counts) if category in given}
@@ -248,27 +255,3 @@ def _hand_out(session: Session, person: Person, item_id: int, repetition: int, n
 def new_id() -> str:
     """128 random bits that can stand in an address."""
     return secrets.token_urlsafe(16)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a person stands."""
-
-    num_submitted: int
-    """Control items and repetitions included, as the person sees them"""
-    num_skipped: int
-    num_open: int
-    """Items that this person could be given at present"""
-
-
-def progress(session: Session, person: Person, now: float) -> Progress:
-    """Counts for the person's own page."""
-    states = dict(
-        session.execute(
-            select(Assignment.state, func.count(Assignment.id))
-            .where(Assignment.person_id == person.id)
-            .group_by(Assignment.state)
-        ).all()
-    )
-    num_open = session.scalar(select(func.count(Item.id)).where(_open_for(person, now))) or 0
-    return Progress(states.get("submitted", 0), states.get("skipped", 0), num_open)

@@ -10,6 +10,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session, selectinload
 
 from heedful.annotate.project import Project
+from heedful.annotate.queue import excluded_people
 from heedful.annotate.submitted import Submitted
 from heedful.annotate.tables import Assignment, Exclusion, Item, Person, Shown, Submission
 
@@ -26,7 +27,8 @@ class Judged:
     excluded: bool
 
     def ranks(self, item: Item) -> dict[str, int]:
-        """Answer id → rank; answers that were left unranked stand together behind all others."""
+        """Answer id → rank for training, where an absent answer is one that nobody judged: those that were left
+        unranked stand together behind all others."""
         given: dict[str, int] = self.last.said["ranks"]
         behind = max(given.values()) + 1
         return {answer.answer_id: given.get(answer.answer_id, behind) for answer in item.answers}
@@ -34,7 +36,7 @@ class Judged:
 
 def judged_items(session: Session) -> Iterator[tuple[Item, list[Judged]]]:
     """All items in the order of their numbers, each with the work on it in the order of time."""
-    excluded = set(session.scalars(select(Exclusion.person_id).where(Exclusion.lifted_at.is_(None))))
+    excluded = set(session.scalars(excluded_people()))
     people = {person.id: person for person in session.scalars(select(Person))}
     assignments = {a.id: a for a in session.scalars(select(Assignment).where(Assignment.state == "submitted"))}
     revisions: dict[int, list[Submission]] = defaultdict(list)
@@ -83,7 +85,7 @@ def _submitted(item: Item, judged: Judged, slots: dict[int, int]) -> Submitted:
         category=item.category,
         round=item.round,
         lang=item.lang,
-        ranks=judged.ranks(item),
+        ranks=last.said["ranks"],
         slots={answer.answer_id: slots[answer.id] for answer in item.answers},
         num_characters={answer.answer_id: num_characters(answer.text) for answer in item.answers},
         policies={answer.answer_id: answer.policy for answer in item.answers},

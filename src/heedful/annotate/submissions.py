@@ -25,6 +25,10 @@ MAX_DRAFT = 20_000
 """Characters of a draft's JSON."""
 
 
+OUT_OF_HAND = ("submitted", "skipped", "taken", "stale")
+"""Codes of refusals of what is right in itself: the item is no longer the person's to rank."""
+
+
 class Refused(DataError):
     """What a person sent cannot be taken.
 
@@ -78,9 +82,11 @@ class Stored:
 
 
 def find(session: Session, person: Person, public_id: str) -> Assignment | None:
-    """The person's own assignment of that id, with item and cards; None for another person's as for an unknown one."""
+    """The person's own assignment of that id, with item and cards; None for another person's as for an unknown one, and
+    for somebody whose account was closed or forgotten since the request began."""
     mine = whole(select(Assignment)).where(Assignment.public_id == public_id, Assignment.person_id == person.id)
-    found: Assignment | None = session.scalars(mine).one_or_none()
+    is_in = select(Person.id).where(Person.disabled_at.is_(None))
+    found: Assignment | None = session.scalars(mine.where(Assignment.person_id.in_(is_in))).one_or_none()
     return found
 
 

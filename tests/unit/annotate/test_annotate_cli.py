@@ -72,7 +72,7 @@ def test_a_project_is_made_filled_and_given_an_admin(made, folder):
     code, out, _ = made("add", folder / "items.jsonl")
     assert code == 0 and out == "0 items added, 0 of them control items; 3 were there"
     with project.database.reading() as session:
-        person = people.check_login(session, "ann", PASSWORD, 0.0)
+        person = people.enter(people.by_name(session, "ann"), PASSWORD)
         assert person is not None and person.role == "admin"
     code, out, _ = made("progress")
     assert out.splitlines()[0] == "chat: 0 of 4 rankings of 2 items, 0 in hand, 0 skipped; 1 control items"
@@ -140,8 +140,8 @@ def test_a_forgotten_password_is_replaced(made, folder):
     assert code == 2 and "nobody is called 'ben'" in error
     assert made("person", "ann", "--new_password", "--password_file", folder / "new")[0] == 0
     with open_project(folder / "p").database.reading() as session:
-        assert people.check_login(session, "ann", PASSWORD, 0.0) is None
-        assert people.check_login(session, "ann", "a brand new one", 0.0) is not None
+        assert people.enter(people.by_name(session, "ann"), PASSWORD) is None
+        assert people.enter(people.by_name(session, "ann"), "a brand new one") is not None
 
 
 def test_people_are_excluded_closed_and_forgotten(made, folder, monkeypatch):

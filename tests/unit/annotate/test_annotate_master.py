@@ -1,6 +1,7 @@
 """Results out: every single judgement, views with a recipe, exclusions named, formats that read back, a data card."""
 
 import json
+from itertools import combinations
 from math import comb
 
 import pytest
@@ -10,6 +11,9 @@ from sqlalchemy import update
 
 from heedful.annotate.master import VIEWS, View, export, rankings, rows
 from heedful.annotate.project import add_rankings
+from heedful.annotate.quality.agreement import agreement
+from heedful.annotate.quality.pairs import first_rankings, verdict
+from heedful.annotate.quality.raters import measures
 from heedful.annotate.results import num_characters, submitted
 from heedful.annotate.submissions import Said, find, last_submitted, skip
 from heedful.annotate.tables import Exclusion
@@ -131,6 +135,21 @@ def test_unranked_answers_stand_behind_all_others_together(tmp_path):
     (ranking,) = rankings(project)
     assert ranking.rankings[0].ranks == {"a0": 3, "a1": 2, "a2": 1, "a3": 3}
     assert len(to_pairs(ranking)) == comb(4, 2) - 1
+
+
+def test_training_and_quality_control_agree_on_what_an_unranked_answer_means(tmp_path):
+    """Worse than every ranked one; of two of them nothing is said, so that a short ranking is no heap of ties."""
+    project = make_project(tmp_path, items(1, num_answers=5), **PLAIN | {"allow_unranked": True, "overlap": 2})
+    for person in make_people(project, 2):
+        rank(project, assignment := claim(project, person), by_answer(assignment, [1, 2, 0, 0, 0]))
+    ((ranking,), seen) = rankings(project), submitted(project)
+    assert {(pair.chosen[:8], pair.rejected[:8]) for pair in to_pairs(ranking)} == {
+        (f"Answer {a}", f"Answer {b}") for a, b in combinations(range(5), 2) if verdict(seen[0].ranks, f"a{a}", f"a{b}")
+    }
+    assert seen[0].ranks == {"a0": 1, "a1": 2} and verdict(seen[0].ranks, "a1", "a4") == 1
+    assert verdict(seen[0].ranks, "a3", "a4") is None
+    assert all(not m.estimate for m in measures(seen) if m.kind == "ties")
+    assert agreement(first_rankings(seen)).pair_rate.value == 1.0
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def test_a_person_of_an_earlier_session_is_changed_as_well(project):
         people.set_role(session, ben, "reviewer", NOW)
         people.set_password(session, ben, "another long one", NOW)
     with project.database.writing() as session:
-        assert people.check_login(session, "ben", "another long one", NOW).role == "reviewer"
+        assert people.enter(people.by_name(session, "ben"), "another long one").role == "reviewer"
         people.exclude(session, ben, "too fast", NOW)
     with project.database.writing() as session:
         people.reinstate(session, ben, NOW)

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import select, update
 
 from heedful.annotate.project import add_rankings
-from heedful.annotate.queue import claim_next, is_due, progress
+from heedful.annotate.queue import claim_next, is_due
 from heedful.annotate.submissions import Refused, save_draft, skip
 from heedful.annotate.tables import Assignment, Exclusion, Item, Shown, Submission
 from toy_project import NOW, claim, items, make_people, make_project, new_postgresql, rank, work
@@ -192,13 +192,24 @@ def test_control_items_run_out_and_are_never_given_twice(tmp_path):
 
 @pytest.mark.parametrize("rate", [0.025, 0.09, 0.3, 1.0])
 def test_the_rate_is_met_at_every_length(rate):
-    num_seen = 0
+    had = []
     for number in range(2000):
-        due = is_due("somebody gold", number, rate)
-        assert not (due and number == 0)
-        num_seen += due
-        assert abs(num_seen - rate * number) <= 1 + rate
-    assert not any(is_due("somebody gold", number, 0.0) for number in range(100))
+        had.append(is_due(had, rate))
+        assert abs(sum(had) - rate * number) <= 1 + rate
+    assert not had[0] and not any(is_due([False] * number, 0.0) for number in range(100))
+
+
+def test_SEC_04_places_of_control_items_are_drawn_evenly_and_follow_from_nothing_that_a_rater_knows():
+    def places():
+        had = []
+        for _ in range(10):
+            had.append(is_due(had, 0.2))
+        return had.index(True), had.index(True, 5)
+
+    drawn = [places() for _ in range(1000)]
+    first, second = (Counter(part) for part in zip(*drawn))
+    assert set(first) == {1, 2, 3, 4} and min(first.values()) > 180
+    assert set(second) == {5, 6, 7, 8, 9} and min(second.values()) > 130
 
 
 def test_control_items_that_are_added_late_do_not_come_all_at_once(tmp_path):
@@ -287,15 +298,3 @@ def test_an_excluded_person_gets_nothing_and_their_items_go_out_again_until_they
     with project.database.writing() as session:
         session.execute(update(Exclusion).values(lifted_at=NOW))
     assert claim(project, spammer) is not None  # what they held
-
-
-def test_progress_counts_what_the_person_sees(tmp_path):
-    project = make_project(tmp_path, items(6), **ALONE | {"overlap": 2})
-    first, second = make_people(project, 2)
-    work(project, first, limit=2)
-    with project.database.writing() as session:
-        skip(session, claim_next(session, first, project.settings, NOW), "other", "a note", now=NOW)
-    with project.database.reading() as session:
-        mine, others = progress(session, first, NOW), progress(session, second, NOW)
-    assert (mine.num_submitted, mine.num_skipped, mine.num_open) == (2, 1, 3)
-    assert (others.num_submitted, others.num_skipped, others.num_open) == (0, 0, 6)

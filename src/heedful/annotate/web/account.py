@@ -29,14 +29,14 @@ def log_in(request: Request, form: Posted) -> Response:
     name, password = field(form, "name"), field(form, "password")
     back = local_path(field(form, "next", "/"))
     state.throttle.hit("login_per_address", address(request))
-    state.throttle.hit("login_per_account", name.strip().casefold())
+    state.throttle.hit("login_per_account", people.plain(name))
     with state.project.database.reading() as session:
         person = people.by_name(session, name)
     person = people.enter(person, password)
     if person is None:
         message = pages.text_of(request, WRONG)
         return pages.render(request, "login.html.j2", status=401, next=back, name=name[:64], message=message)
-    state.throttle.clear("login_per_account", name.strip().casefold())
+    state.throttle.clear("login_per_account", people.plain(name))
     return _enter(request, person, back)
 
 
@@ -107,7 +107,7 @@ def account_page(request: Request, visitor: SignedIn) -> HTMLResponse:
 def change_password(request: Request, visitor: SignedIn, form: Posted) -> Response:
     """Needs the present password; every login ends, this browser gets a new one."""
     state, now = request.app.state, request.app.state.clock()
-    state.throttle.hit("login_per_account", (visitor.person.name or "").casefold())
+    state.throttle.hit("login_per_account", people.plain(visitor.person.name or ""))
     try:
         if people.enter(visitor.person, field(form, "present_password")) is None:
             raise DataError("The present password is wrong.")

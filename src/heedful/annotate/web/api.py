@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 from heedful.annotate import master, queue, submissions, trail
 from heedful.annotate import project as projects
 from heedful.annotate.settings import FLAGS, SKIP_REASONS, Settings
-from heedful.annotate.submissions import Refused, Said
+from heedful.annotate.submissions import OUT_OF_HAND, Refused, Said
 from heedful.annotate.tables import Assignment, Person
 from heedful.annotate.web.door import Visitor, needs, not_found, token_bearer
 
@@ -27,8 +27,6 @@ router = APIRouter(prefix="/api/v1")
 Rater = Annotated[Person, Depends(token_bearer("annotate"))]
 Reader = Annotated[Person, Depends(token_bearer("export"))]
 
-OUT_OF_HAND = ("submitted", "skipped", "taken", "stale")
-"""Codes of what is right in itself: the item is no longer this person's to rank; 409, all others 422."""
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 

@@ -19,7 +19,7 @@ from starlette.datastructures import FormData
 from heedful.annotate import progress, queue, submissions
 from heedful.annotate import project as projects
 from heedful.annotate.settings import FLAGS, SKIP_REASONS, STRENGTHS
-from heedful.annotate.submissions import Refused, Said
+from heedful.annotate.submissions import OUT_OF_HAND, Refused, Said
 from heedful.annotate.tables import Assignment, Guideline, Item, Submission
 from heedful.annotate.web import pages
 from heedful.annotate.web.door import Posted, SignedIn, Visitor, not_found
@@ -29,8 +29,6 @@ router = APIRouter(include_in_schema=False)
 
 DAY_SECONDS = 86_400.0
 EXCERPT_CHARACTERS = 160
-OUT_OF_HAND = ("submitted", "skipped", "taken", "stale")
-"""Why a judgement is refused that is right in itself: the item is no longer the person's to rank."""
 
 
 def now_of(request: Request) -> float:
@@ -260,10 +258,11 @@ def _words(request: Request, refusal: Refused, cards: list[Card] | None = None) 
 
 
 def _percent(session: Session) -> int:
-    """How much of the rankings that the project needs is there."""
+    """How much of the rankings that the project needs is there, in tens: a number that counts every ranking stands
+    still at control items and repetitions, and so tells a rater which they are."""
     rows = progress.by_category(session)
     need = sum(row.num_wanted for row in rows)
-    return int(100 * min(1.0, sum(row.num_submitted for row in rows) / need)) if need else 100
+    return 10 * min(10, 10 * sum(row.num_submitted for row in rows) // need) if need else 100
 
 
 def _lettered(assignment: Assignment) -> list[tuple[str, Any]]:

@@ -106,7 +106,10 @@ def comes_from_elsewhere(headers: Headers) -> bool:
     origin = headers.get("origin")
     if origin is None or origin == "null":
         return False
-    return _host(urlsplit(origin).netloc) != _host(headers.get("host", ""))
+    try:
+        return _host(urlsplit(origin).netloc) != _host(headers.get("host", ""))
+    except ValueError:  # no address at all
+        return True
 
 
 def _host(netloc: str) -> str:
