@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlalchemy import case, func, select
+from sqlalchemy import Subquery, case, func, select
 from sqlalchemy.orm import Session
 
 from heedful.annotate.queue import excluded_people
@@ -55,10 +55,31 @@ def by_category(session: Session) -> list[CategoryProgress]:
         ).group_by(Item.category)
     ).all()
     counts = (Item.is_gold.is_(False), Assignment.repetition == 0, Assignment.person_id.not_in(excluded_people()))
-    states = [func.count(case((Assignment.state == state, 1))) for state in ("submitted", "leased", "skipped")]
+    states = [func.count(case((Assignment.state == state, 1))) for state in ("leased", "skipped")]
     found = select(Item.category, *states).join(Assignment, Assignment.item_id == Item.id).where(*counts)
-    done = {row[0]: row[1:] for row in session.execute(found.group_by(Item.category))}
-    return [CategoryProgress(*row, *done.get(row[0], (0, 0, 0))) for row in sorted(items, key=lambda row: row[0])]
+    others = {row[0]: row[1:] for row in session.execute(found.group_by(Item.category))}
+    there = _there()
+    sums = select(Item.category, func.sum(there.c.num)).join(there, there.c.id == Item.id).group_by(Item.category)
+    submitted = {category: int(num) for category, num in session.execute(sums)}
+    done = {row[0]: (submitted.get(row[0], 0), *others.get(row[0], (0, 0))) for row in items}
+    return [CategoryProgress(*row, *done[row[0]]) for row in sorted(items, key=lambda row: row[0])]
+
+
+def _there() -> Subquery:
+    """Item → rankings that count, ``num``, up to its overlap: an item that has too many, since somebody's work was
+    taken in again, makes up for none that lacks some."""
+    return (
+        select(Item.id, case((func.count() > Item.overlap, Item.overlap), else_=func.count()).label("num"))
+        .join(Assignment, Assignment.item_id == Item.id)
+        .where(
+            Item.is_gold.is_(False),
+            Assignment.state == "submitted",
+            Assignment.repetition == 0,
+            Assignment.person_id.not_in(excluded_people()),
+        )
+        .group_by(Item.id, Item.overlap)
+        .subquery()
+    )
 
 
 def by_person(session: Session) -> list[PersonProgress]:
@@ -89,7 +110,6 @@ def of_round(session: Session, number: int) -> tuple[int, int]:
     """Rankings of a round's items that are there and that are wanted; counted as :func:`by_category` counts."""
     items = (Item.is_gold.is_(False), Item.round == number)
     wanted = session.scalar(select(func.coalesce(func.sum(Item.overlap), 0)).where(*items)) or 0
-    counted = (Assignment.state == "submitted", Assignment.repetition == 0)
-    theirs = Assignment.person_id.not_in(excluded_people())
-    there = session.scalar(select(func.count(Assignment.id)).join(Item).where(*items, *counted, theirs)) or 0
-    return there, wanted
+    there = _there()
+    done = select(func.sum(there.c.num)).join(Item, Item.id == there.c.id).where(*items)
+    return int(session.scalar(done) or 0), wanted

@@ -18,8 +18,8 @@ class Submitted(Record):
     round: int
     lang: str
     ranks: dict[str, int]
-    """Answer id → rank, 1 = best, equal = tie; an absent answer was left unranked: behind all others, and nothing is said
-    of two such"""
+    """Answer id → rank, 1 = best, equal = tie; an absent answer was left unranked: it stands behind all others, and
+    nothing is said of two such"""
     slots: dict[str, int]
     """Answer id → where it stood, from 0"""
     num_characters: dict[str, int]

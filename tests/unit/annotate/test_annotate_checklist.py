@@ -13,6 +13,7 @@ from sqlalchemy import select
 
 from heedful.annotate import passwords, people
 from heedful.annotate.master import VIEWS, export
+from heedful.annotate.progress import by_category, of_round
 from heedful.annotate.submissions import find
 from heedful.annotate.tables import Assignment, Person, Submission
 from heedful.annotate.web import pages
@@ -21,7 +22,7 @@ from heedful.annotate.web.door import Limits
 from heedful.annotate.web.shield import HEADERS
 from heedful.data.load import load_rankings
 from heedful.errors import DataError
-from toy_project import NOW, claim, items, make_people, make_project, work
+from toy_project import NOW, claim, items, make_people, make_project, new_postgresql, work
 from toy_rater import Clock, Rater
 
 PASSWORD = "correct horse battery"
@@ -164,6 +165,24 @@ def test_SEC_07_claims_submissions_exclusions_and_deletions_in_a_race(tmp_path, 
         assert not any(reason for reason, person_id in said if person_id in forgotten)
         steady = Counter(one.item_id for one in done if one.person_id != everybody[0].id)
         assert max(steady.values()) <= 2
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_an_item_with_too_many_rankings_makes_up_for_none_that_lacks_some(kind, request, tmp_path):
+    """After an exclusion is lifted; or else a round would close while items wait for people."""
+    url = None if kind == "sqlite" else new_postgresql(request.getfixturevalue("postgresql_folder"))
+    project = make_project(tmp_path, items(2), database=url, **PLAIN)
+    first, second = make_people(project, 2)
+    work(project, first, limit=1)
+    with project.database.writing() as session:
+        people.exclude(session, session.get_one(Person, first.id), "a trial", NOW)
+    work(project, second, limit=1)
+    with project.database.writing() as session:
+        people.reinstate(session, session.get_one(Person, first.id), NOW)
+    with project.database.reading() as session:
+        assert len(session.scalars(select(Submission)).all()) == 2
+        (row,) = by_category(session)
+        assert (row.num_submitted, row.num_wanted) == of_round(session, 0) == (1, 2)
 
 
 # --- 8. tables ------------------------------------------------------------------------------------------------------
