@@ -48,8 +48,8 @@ def gate(card: RewardCard | None, recipe: Recipe) -> str:
     if recipe.ppo.accept_weak_reward:
         return f"overridden: {problem}"
     raise GateError(
-        f"{problem}; PPO would optimise its mistakes. Collect more or cleaner rankings, or override with "
-        f"--accept_weak_reward"
+        f"{problem}; PPO would optimise its mistakes. Collect more or cleaner rankings, or accept it: "
+        f"ppo.accept_weak_reward: true in the recipe, --accept_weak_reward on the command line"
     )
 
 
