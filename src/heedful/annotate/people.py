@@ -185,11 +185,20 @@ def forget(
 
 def erase_remains(database: Database) -> None:
     """After :func:`forget`: what SQLite overwrites or deletes stays readable in its files until they are written anew.
-    PostgreSQL does that by itself in time (autovacuum)."""
+    PostgreSQL does that by itself in time (autovacuum).
+
+    Raises:
+        DataError: somebody reads the files for so long that they cannot be.
+    """
     if database.is_sqlite and database.url.database is not None:
         with closing(sqlite3.connect(database.url.database, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
             connection.execute("VACUUM")
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            in_use, *_ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        if in_use:  # SQLite says so in a row, not in an error
+            raise DataError(
+                "The person is deleted, but the database was in use and its files still hold old pages; "
+                "run heedful annotate forget for the same person again."
+            )
 
 
 # --- passwords and logins -------------------------------------------------------------------------------------------

@@ -112,6 +112,17 @@ def test_SEC_12_a_request_that_began_before_its_person_was_forgotten_leaves_noth
         assert find(session, person, held.public_id) is None
 
 
+def test_SEC_12_it_is_said_when_the_files_still_hold_what_was_deleted(tmp_path, monkeypatch):
+    project = make_project(tmp_path, **PLAIN)
+    make_people(project, 1)
+    monkeypatch.setattr(people, "BUSY_SECONDS", 0.1)
+    with project.database.reading() as session:
+        session.scalars(select(Person)).all()
+        with pytest.raises(DataError, match="person again"):
+            people.erase_remains(project.database)
+    people.erase_remains(project.database)
+
+
 def test_SEC_07_claims_submissions_exclusions_and_deletions_in_a_race(tmp_path, clock):
     """Eight people rank as fast as they can, while some are excluded, taken back, closed and forgotten."""
     project = make_project(tmp_path, items(40), **PLAIN | {"overlap": 2})
