@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from heedful.annotate import trail
 from heedful.annotate.database import Database
 from heedful.annotate.settings import Settings
 from heedful.annotate.tables import Answer, GoldPair, Guideline, Item
+from heedful.config.read import read_yaml
 from heedful.errors import ConfigError, DataError
 from heedful.records import Ranking
 
@@ -78,15 +80,24 @@ def create_project(
     folder = Path(folder)
     if (folder / FILE).exists():
         raise DataError(f"{folder}: there is a project already; name another folder")
+    if folder.is_file():
+        raise DataError(f"{folder}: is a file; name a folder")
+    guideline_text, opened = _readable(guideline_text), Database(database or _sqlite(folder))
+    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    if not database:
-        (folder / SQLITE).touch(mode=0o600)  # names and password hashes lie in it
-    opened = Database(database or _sqlite(folder))
-    opened.migrate()
-    with opened.writing() as session:
-        if session.scalar(select(func.count(Guideline.id))):
-            raise DataError(f"{folder}: the database holds another project already; every project needs its own")
-        add_guideline(session, guideline_text, who=who, now=now)
+    try:
+        if not database:
+            (folder / SQLITE).touch(mode=0o600)  # names and password hashes lie in it
+        opened.migrate()
+        with opened.writing() as session:
+            if session.scalar(select(func.count(Guideline.id))):
+                raise DataError(f"{folder}: the database holds another project already; every project needs its own")
+            add_guideline(session, guideline_text, who=who, now=now)
+    except DataError:
+        opened.dispose()
+        if is_new and database:
+            folder.rmdir()
+        raise
     content = settings.model_dump(mode="json") | ({"database": database} if database else {})
     (folder / FILE).touch(mode=0o600)  # the URL may hold a password
     (folder / FILE).write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
@@ -104,12 +115,7 @@ def open_project(folder: str | Path) -> Project:
     path = folder / FILE
     if not path.is_file():
         raise ConfigError(f"{folder}: no project here ({FILE} is missing); make one with heedful annotate create")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML ({str(error).splitlines()[0]})") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must be a mapping of keys such as name and overlap")
+    content = read_yaml(path, "must be a mapping of keys such as name and overlap")
     url = content.pop("database", None)
     if url is not None and not isinstance(url, str):
         raise ConfigError(f"{path}: database must be a URL")
@@ -117,14 +123,25 @@ def open_project(folder: str | Path) -> Project:
         settings = Settings.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        known = f"; known keys are {', '.join(Settings.model_fields)}" if first["type"] == "extra_forbidden" else ""
-        raise ConfigError(f"{path}: {key}: {first['msg']}{known}") from None
-    if url is None and not (folder / SQLITE).is_file():
-        raise DataError(f"{folder}: {SQLITE} is missing; an empty one would hide that rankings are lost")
-    database = Database(url or _sqlite(folder))
+        raise ConfigError(f"{path}: {wrong_setting(first)}") from None
+    if url is None and not ((folder / SQLITE).is_file() and (folder / SQLITE).stat().st_size):
+        raise DataError(f"{folder}: {SQLITE} is missing or empty; a new one would hide that rankings are lost")
+    try:
+        database = Database(url or _sqlite(folder))
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
     database.migrate()
     return Project(folder, settings, database)
+
+
+def wrong_setting(problem: Any) -> str:
+    """One of pydantic's errors about settings, in words: the key and what is wrong with it."""
+    said = problem["msg"]
+    if problem["type"] == "extra_forbidden":
+        said = f"unknown key; known keys are {', '.join(Settings.model_fields)}"
+    elif problem["type"] == "tuple_type":
+        said = "must be a list, such as [a, b]"
+    return f"{'.'.join(map(str, problem['loc']))}: {said}"
 
 
 def _sqlite(folder: Path) -> str:
@@ -133,11 +150,7 @@ def _sqlite(folder: Path) -> str:
 
 def add_guideline(session: Session, text: str, *, who: str, now: float, request_id: str = "") -> Guideline:
     """A further version of the written criteria (Markdown), in force from now on; inside ``writing()``."""
-    text = storable(text.replace("\r\n", "\n").strip(), "the guideline")
-    if not text:
-        raise DataError("the guideline is empty; write down what makes an answer better")
-    if len(text) > MAX_TEXT:
-        raise DataError(f"the guideline has {len(text):,} characters; {MAX_TEXT:,} are allowed")
+    text = _readable(text)
     version = (session.scalar(select(func.max(Guideline.version))) or 0) + 1
     row = Guideline(version=version, text=text, created_at=now, created_by=who)
     session.add(row)
@@ -147,6 +160,16 @@ def add_guideline(session: Session, text: str, *, who: str, now: float, request_
     )  # fmt: skip
     session.flush()
     return row
+
+
+def _readable(text: str) -> str:
+    """The text of a guideline as it is kept; raises DataError when it is empty, too long or cannot be stored."""
+    text = storable(text.replace("\r\n", "\n").strip(), "the guideline")
+    if not text:
+        raise DataError("the guideline is empty; write down what makes an answer better")
+    if len(text) > MAX_TEXT:
+        raise DataError(f"the guideline has {len(text):,} characters; {MAX_TEXT:,} are allowed")
+    return text
 
 
 def guideline(session: Session) -> Guideline:
@@ -216,10 +239,23 @@ def _check(ranking: Ranking) -> Iterable[str]:
     for pair in ranking.gold or ():
         if len(pair) != 2 or len(ids & set(pair)) != 2:
             raise DataError(f"{where}: gold {list(pair)!r:.80} must be (better, worse) ids of two of its answers")
+    if _contradicts(ranking.gold or ()):
+        raise DataError(f"{where}: its gold pairs contradict each other, so nobody could order the answers as they say")
     if ranking.gold is not None and not ranking.gold:
         raise DataError(f"{where} is a control item without any (better, worse) pair")
     if len(ranking.answers) > MANY_ANSWERS:
         yield f"{where} has {len(ranking.answers)} answers; above {MANY_ANSWERS} people rank carelessly"
+
+
+def _contradicts(gold: Iterable[Sequence[str]]) -> bool:
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for better, worse in gold:
+        order.add(worse, better)
+    try:
+        order.prepare()
+    except CycleError:
+        return True
+    return False
 
 
 def _content(ranking: Ranking) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from heedful.cli import simulate
 from heedful.cli.numbers import whole
 from heedful.errors import ConfigError, DataError
+from heedful.records import Ranking
 
 DESCRIPTION = """A project is a folder: settings (project.yaml), a guideline, items to rank, people, their rankings.
 
@@ -66,6 +68,10 @@ def _add_project_verbs(subs: Any) -> None:
     add = _verb(subs, "add", run_add, "add items: prompts with 2 to 9 answers each")
     add.add_argument("file", metavar="FILE", help="rankings in any format of `heedful data inspect`, judged or not")
     add.add_argument("--format", default="auto", help="format of FILE (default: recognised)")
+    add.add_argument(
+        "--on_bad_row", choices=("error", "skip"), default="error",
+        help="stop at the first row that cannot be used (default), or leave such rows out and count them",
+    )  # fmt: skip
     guideline = _verb(subs, "guideline", run_guideline, "put a new version of the guideline in force")
     guideline.add_argument("file", metavar="FILE", help="Markdown")
     _verb(subs, "progress", run_progress, "how far a project is, by category and by person")
@@ -129,17 +135,22 @@ def run_create(arguments: argparse.Namespace) -> None:
 
     settings, text = _settings(arguments.settings), _text(arguments.guideline)
     made = create_project(arguments.project, settings, text, arguments.database, now=time.time())
-    print(f"{made.folder} made; next: heedful annotate add {made.folder} FILE")
+    print(f"{made.folder} made; next: heedful annotate add {shlex.quote(str(made.folder))} FILE")
 
 
 def run_add(arguments: argparse.Namespace) -> None:
     """``heedful annotate add``."""
     from heedful.annotate.project import COMMAND_LINE, add_rankings, open_project
-    from heedful.data.load import load_rankings
+    from heedful.data.load import load
 
     project = open_project(arguments.project)
-    rankings = load_rankings(arguments.file, format=arguments.format, keep_ties=True, keep_unranked=True)
-    added = add_rankings(project, rankings, now=time.time(), who=COMMAND_LINE)
+    loaded = load(
+        arguments.file, kind="rankings", format=arguments.format, on_bad_row=arguments.on_bad_row, keep_ties=True,
+        keep_unranked=True,
+    )  # fmt: skip
+    added = add_rankings(project, cast(list[Ranking], loaded.records), now=time.time(), who=COMMAND_LINE)
+    for reason, count in loaded.dropped.items():
+        print(f"heedful: {count:,} left out: {reason} (first: {loaded.examples[reason]})", file=sys.stderr)
     for warning in added.warnings:
         print(f"heedful: {warning}", file=sys.stderr)
     print(f"{added.num_items:,} items added, {added.num_gold:,} of them control items; {added.num_known:,} were there")
@@ -220,6 +231,8 @@ def run_invite(arguments: argparse.Namespace) -> None:
     """``heedful annotate invite``."""
     from heedful.annotate import invitations
 
+    if not arguments.url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {arguments.url}: give the address of the app, such as https://rank.example.org")
     with _database(arguments).writing() as session:
         token = invitations.invite(session, arguments.role, time.time(), days=arguments.days)
     print(f"{arguments.url.rstrip('/')}/join/{token}")
@@ -315,6 +328,7 @@ def _settings(words: list[str]) -> Any:
     import yaml
     from pydantic import ValidationError
 
+    from heedful.annotate.project import wrong_setting
     from heedful.annotate.settings import Settings
 
     given: dict[str, Any] = {}
@@ -329,8 +343,7 @@ def _settings(words: list[str]) -> Any:
     try:
         return Settings.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"--set {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise ConfigError(f"--set {wrong_setting(error.errors()[0])}") from None
 
 
 def _text(path: str) -> str:
@@ -378,5 +391,5 @@ def _say_if_nobody_can_enter(folder: str) -> None:
 
     with open_project(folder).database.reading() as session:
         if not has_admin(session):
-            command = f"heedful annotate person {folder} NAME --role admin"
+            command = f"heedful annotate person {shlex.quote(folder)} NAME --role admin"
             print(f"heedful: there is no admin yet; make one with `{command}`", file=sys.stderr)

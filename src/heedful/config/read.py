@@ -70,7 +70,7 @@ def load_recipe(name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         ConfigError: one sentence with file, line and key, and the nearest valid key for an unknown one.
     """
     path = recipe_path(str(name))
-    data = _read_yaml(path)
+    data = read_yaml(path, "a recipe is a YAML mapping with keys such as model, data, sft, reward, ppo")
     _check(path, data, whole=not overrides)
     if not overrides:
         return Recipe.model_validate(data)
@@ -129,7 +129,15 @@ def _type_name(annotation: Any) -> str:
     return " or ".join("none" if a is type(None) else _type_name(a) for a in get_args(annotation)) or str(annotation)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Args:
+        what: said of the file when it holds something else than a mapping.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML (names the line), has a key twice or is no mapping.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -142,7 +150,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: a recipe is a YAML mapping with keys such as model, data, sft, reward, ppo")
+        raise ConfigError(f"{path}: {what}")
     return data
 
 

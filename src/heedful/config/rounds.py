@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
+from heedful.config.read import read_yaml
 from heedful.config.section import Fraction, NonNegative, Positive, Section
 from heedful.errors import ConfigError
 
@@ -58,15 +58,11 @@ def load_rounds(folder: Path) -> RoundsConfig:
     if not path.is_file():
         needed = ", ".join(name for name, field in RoundsConfig.model_fields.items() if field.is_required())
         raise ConfigError(f"{folder}: {FILE} is missing; write one with the keys {needed} (see docs/15c)")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML ({str(error).splitlines()[0]})") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must be a mapping of keys such as recipe and prompts")
+    content = read_yaml(path, "must be a mapping of keys such as recipe and prompts")
     try:
         return RoundsConfig.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        known = f"; known keys are {', '.join(RoundsConfig.model_fields)}" if first["type"] == "extra_forbidden" else ""
-        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}{known}") from None
+        unknown = f"unknown key; known keys are {', '.join(RoundsConfig.model_fields)}"
+        said = unknown if first["type"] == "extra_forbidden" else first["msg"]
+        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {said}") from None

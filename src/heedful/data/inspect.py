@@ -180,6 +180,8 @@ def _lengths(loaded: Loaded, prompts: list[str]) -> dict[str, Lengths]:
         elif isinstance(record, Ranking):
             parts.setdefault("answer", []).extend(answer.text for answer in record.answers)
             ranks = consensus(record)
+            if not ranks:  # a control item that nobody has judged
+                continue
             best, worst = min(ranks.values()), max(ranks.values())
             for answer in record.answers:
                 if ranks.get(answer.id) in (best, worst):

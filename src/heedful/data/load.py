@@ -185,7 +185,8 @@ def _check_preference(ranking: Ranking, keep_ties: bool, keep_unranked: bool) ->
     """Raises BadRow when a ranking prefers nothing and is not wanted all the same."""
     if not any(len(ranks) > 1 for ranks in (*(j.ranks for j in ranking.rankings), ranking.consensus or {})):
         if not keep_unranked:
-            raise BadRow("missing_ranks", "no judgement and no consensus ranks two answers")
+            said = "no judgement and no consensus ranks two answers; people can, see heedful annotate"
+            raise BadRow("missing_ranks", said)
     elif not keep_ties and len(set(consensus(ranking).values())) < 2:
         raise BadRow("all_tied", "all answers are tied, so the row prefers nothing")
 

@@ -106,6 +106,25 @@ def test_what_is_not_there_is_said_in_one_sentence(run, folder):
     assert code == 2 and "not UTF-8" in error
 
 
+def test_rows_that_are_left_out_are_told_and_a_bad_one_adds_nothing(made, folder):
+    rows = [
+        {"group_id": "same", "prompt": "q", "answers": [{"id": "a", "text": "x"}, {"id": "b", "text": "x"}]},
+        {"group_id": "fine", "prompt": "q", "answers": [{"id": "a", "text": "x"}, {"id": "b", "text": "y"}]},
+        {"group_id": "no id", "prompt": "q", "answers": [{"text": "x"}, {"text": "y"}]},
+    ]
+    (folder / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, out, error = made("add", folder / "more.jsonl")
+    assert code == 2 and "line 3: field 'answers[0]' must be an answer with a text id" in error and out == ""
+    code, out, error = made("add", folder / "more.jsonl", "--on_bad_row", "skip")
+    assert code == 0 and out.startswith("1 items added")
+    assert "1 left out: identical_answers (first: " in error and "1 left out: wrong_type (first: " in error
+
+
+def test_the_next_command_can_be_copied_whatever_the_folder_is_called(folder, capsys):
+    assert main(["annotate", "create", str(folder / "my project"), "--guideline", str(folder / "guideline.md")]) == 0
+    assert f"heedful annotate add '{folder / 'my project'}' FILE" in capsys.readouterr().out
+
+
 def test_a_missing_library_is_named_with_its_remedy(folder):
     code = (
         "import sys; sys.modules['sqlalchemy'] = None; from heedful.cli.main import main; "
@@ -173,6 +192,8 @@ def test_tokens_and_invitations_are_printed_once(made, folder):
         assert people.person_of_token(session, token, "export", time.time()).name == "ann"
     code, link, _ = made("invite", "--url", "https://rank.test/")
     assert re.fullmatch(r"https://rank\.test/join/[\w-]{43}", link)
+    code, out, error = made("invite", "--url", "rank.test")
+    assert code == 2 and "--url rank.test: give the address" in error and out == ""
 
 
 def test_results_are_reported_and_exported(made, folder):
@@ -226,6 +247,7 @@ def test_what_cannot_be_served_is_said_in_one_sentence(made, folder):
         (["--tls_cert", missing, "--tls_key", missing], "cannot be used"),
         (["--tls_cert", no_key, "--tls_key", no_key], "cannot be used"),
         (["--host", "192.0.2.1", "--i_know_it_is_not_encrypted"], "cannot listen there"),
+        (["--behind_proxy", "rank.test"], "give the proxy's IP address"),
     ):
         code, out, error = made("serve", *words)
         assert code == 2 and says in error and out == "", error

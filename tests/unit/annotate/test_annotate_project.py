@@ -11,7 +11,7 @@ from heedful.annotate.database import Database
 from heedful.annotate.project import add_guideline, add_rankings, create_project, guideline, open_project
 from heedful.annotate.settings import Settings
 from heedful.annotate.tables import Answer, GoldPair, Item, Trail
-from heedful.errors import ConfigError, DataError
+from heedful.errors import ConfigError, DataError, HeedfulError
 from heedful.records import Judgement, Message
 from toy_project import NOW, items, make_project
 
@@ -36,7 +36,7 @@ def test_a_project_opens_as_it_was_created(tmp_path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"overlapp": 2}, r"project.yaml: overlapp: .*known keys are name, languages, overlap"),
+        ({"overlapp": 2}, r"project.yaml: overlapp: unknown key; known keys are name, languages, overlap"),
         ({"overlap": 0}, "project.yaml: overlap: "),
         ({"quotas": {"chat": -1}}, "project.yaml: quotas.chat: "),
         ({"database": 5}, "project.yaml: database must be a URL"),
@@ -57,9 +57,44 @@ def test_no_project_broken_yaml_and_a_lost_database_are_told(tmp_path):
     (tmp_path / "project" / "project.sqlite").unlink()
     with pytest.raises(DataError, match="project.sqlite is missing"):
         open_project(tmp_path / "project")
-    (tmp_path / "project" / "project.yaml").write_text("a: [")
-    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+    (tmp_path / "project" / "project.sqlite").touch()
+    with pytest.raises(DataError, match="project.sqlite is missing or empty"):
         open_project(tmp_path / "project")
+    for text, says in [
+        ("name: x\na: [", "project.yaml line 2: not valid YAML"),
+        ("overlap: 1\noverlap: 2", "line 2: not valid YAML: the key 'overlap' is there twice"),
+        ("- x", "must be a mapping of keys such as name"),
+        ("languages: en", r"languages: must be a list, such as \[a, b\]"),
+        ("database: mysql://x/y", "project.yaml: the database must be sqlite"),
+    ]:
+        (tmp_path / "project" / "project.yaml").write_text(text)
+        with pytest.raises(HeedfulError, match=says):
+            open_project(tmp_path / "project")
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "says"),
+    [
+        (" ", None, "guideline is empty"),
+        ("x", "mysql://x/y", "must be sqlite"),
+        ("x", "postgresql+psycopg://nobody@127.0.0.1:1/none", "cannot be used"),
+    ],
+)
+def test_a_project_that_cannot_be_made_leaves_nothing_behind(tmp_path, text, url, says):
+    with pytest.raises(DataError, match=says):
+        create_project(tmp_path / "p", Settings(), text, url, now=NOW)
+    assert not (tmp_path / "p").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="is a file; name a folder"):
+        create_project(tmp_path / "file", Settings(), "x", now=NOW)
+
+
+def test_gold_pairs_that_contradict_each_other_are_refused(tmp_path):
+    project = make_project(tmp_path)
+    for gold in ([("a0", "a1"), ("a1", "a0")], [("a0", "a1"), ("a1", "a2"), ("a2", "a0")]):
+        with pytest.raises(DataError, match="contradict each other"):
+            add_rankings(project, [changed(gold=gold)], now=NOW)
+    assert add_rankings(project, [changed(gold=[("a0", "a1"), ("a0", "a2"), ("a1", "a2")])], now=NOW).num_gold == 1
 
 
 def test_only_the_owner_reads_a_projects_files(tmp_path):

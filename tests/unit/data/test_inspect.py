@@ -191,3 +191,16 @@ def test_help_says_what_a_user_needs(capsys: pytest.CaptureFixture[str]) -> None
             parser.parse_args(arguments)
         said = capsys.readouterr().out
         assert stopped.value.code == 0 and all(word in said for word in words)
+
+
+def test_a_control_item_that_nobody_has_judged_is_counted_without_a_best_answer(tmp_path: Path) -> None:
+    answers = [{"id": "a", "text": "right"}, {"id": "b", "text": "wrong!"}]
+    rows = [
+        {"group_id": "gold", "prompt": "q", "answers": answers, "gold": [["a", "b"]]},
+        {"group_id": "open", "prompt": "r", "answers": answers},
+    ]
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    found = inspect(tmp_path / "rows.jsonl")
+    assert found.num_kept == 1 and set(found.lengths) == {"prompt", "answer"}
+    assert found.dropped == {"missing_ranks": 1} and "see heedful annotate" in found.examples["missing_ranks"]
+    assert found.preferences is not None and found.preferences.num_pairs == 0

@@ -40,14 +40,16 @@ def serve(
         ready: called with the address once the port is open.
 
     Raises:
-        ConfigError: it would listen beyond this machine without TLS, a certificate cannot be read, or the port is
-            taken.
+        ConfigError: it would listen beyond this machine without TLS, a certificate cannot be read, the proxy has no IP
+            address, or the port is taken.
     """
     check_address(host, tls=tls_cert is not None, accepted=i_know_it_is_not_encrypted)
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls_cert and --tls_key: give both, the certificate and its key")
     if tls_cert is not None and tls_key is not None:
         _check_certificate(tls_cert, tls_key)
+    if behind_proxy is not None:
+        _check_proxy(behind_proxy)
     project = open_project(folder)
     app = create_app(project, secure_cookies=tls_cert is not None or behind_proxy is not None, limits=limits)
     listening = _listen(host, port)
@@ -85,6 +87,15 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _check_proxy(addresses: str) -> None:
+    """What is no address would match nobody: all browsers would share one limit of attempts, and no one would know."""
+    for address in addresses.split(","):
+        try:
+            ipaddress.ip_network(address.strip())
+        except ValueError as error:
+            raise ConfigError(f"--behind_proxy {addresses}: give the proxy's IP address ({error})") from None
 
 
 def _check_certificate(cert: str, key: str) -> None:

@@ -52,7 +52,7 @@ def _parse_master(row: Fields) -> Ranking:
     answers, seen = listing(data, "answers"), set()
     for i, answer in enumerate(answers):
         field = f"answers[{i}]"
-        name = value(answer, "id") if isinstance(answer, Mapping) else None
+        name = answer.get("id") if isinstance(answer, Mapping) else None
         if not isinstance(name, str):
             raise BadRow("wrong_type", f"field '{field}' must be an answer with a text id")
         if name in seen:
