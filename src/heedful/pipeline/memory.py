@@ -48,7 +48,7 @@ class PeakMeter:
             peak = peak_memory_bytes()
             self.is_own = peak > self._before  # raised since, so by this stage
             return peak
-        return _resident("VmHWM")
+        return max(self._before, _resident("VmHWM"))  # the kernel sums its threads' counts late: it may lag
 
 
 def _resident(name: str) -> int:
