@@ -12,8 +12,9 @@ import pytest
 import uvicorn
 from sqlalchemy import select
 
-from heedful.annotate.people import create_token
+from heedful.annotate.people import by_name, create_token
 from heedful.annotate.simulate.client import Client, work, work_together
+from heedful.annotate.simulate.crowd import simulate
 from heedful.annotate.simulate.raters import PROFILES, Profile, Rater, num_characters, raters_of, to_ranks, utility_of
 from heedful.annotate.tables import Assignment, Submission
 from heedful.annotate.web.app import create_app
@@ -168,8 +169,11 @@ def test_what_the_server_refuses_is_said(server):
         task = client.next()
         client.submit(task["assignment"], {"nonce": task["nonce"], "ranks": {}})
     client.close()
+    for nowhere in ("127.0.0.1:8700", "http://127.0.0.1:99999", "http://[::1"):
+        with pytest.raises(EngineError, match="give the address of the app"):
+            Client(nowhere, "t")
     with pytest.raises(EngineError, match="give the address of the app"):
-        Client("127.0.0.1:8700", "t")
+        work_together("nowhere", tokens[:1], raters_of({"honest": 1}, quality, seed=0))
     with pytest.raises(EngineError, match="cannot be reached"):
         Client("http://127.0.0.1:9", "t", patience_seconds=0.2).next()
 
@@ -202,6 +206,17 @@ class Flaky(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments):
         pass
+
+
+def test_a_crowd_that_finds_no_app_leaves_no_accounts(server):
+    project, url, _ = server
+    for nowhere in ("http://127.0.0.1:9", "nowhere"):
+        with pytest.raises(EngineError, match="cannot be reached|give the address"):
+            simulate(project.folder, {"noisy": 1}, quality, url=nowhere)
+    with project.database.reading() as session:
+        assert by_name(session, "simulated noisy-1") is None
+    (done,) = simulate(project.folder, {"noisy": 1}, quality, url=url, limit=2)
+    assert len(done.acknowledged) == 2
 
 
 def test_what_is_lost_on_the_way_is_sent_again_with_the_same_nonce():

@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,16 +33,20 @@ class Client:
         Raises:
             EngineError: the URL is none.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise EngineError(f"{url}: give the address of the app, such as http://127.0.0.1:8700")
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname, parts.port  # ValueError: a port that is none
+            if not host or parts.scheme not in ("http", "https"):
+                raise ValueError
+        except ValueError:
+            raise EngineError(f"{url}: give the address of the app, such as http://127.0.0.1:8700") from None
         if parts.scheme == "https":
             context = ssl.create_default_context()
             self._connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                parts.hostname, parts.port, timeout=timeout_seconds, context=context
+                host, port, timeout=timeout_seconds, context=context
             )
         else:
-            self._connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=timeout_seconds)
+            self._connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
         self._url, self._path, self._token = url, parts.path.rstrip("/"), token
         self._patience_seconds = patience_seconds
         self.num_retries = 0
@@ -104,6 +109,16 @@ class Client:
         return response.status, data, float(retry_after) if retry_after.isdecimal() else 0.0
 
 
+def check_served(url: str) -> None:
+    """Ask for work without a token, which an app refuses.
+
+    Raises:
+        EngineError: nobody answers there, or something else than an app.
+    """
+    with closing(Client(url, "", patience_seconds=0.0)) as client:
+        client.call("GET", "/api/v1/next", accept=(401,))
+
+
 @dataclass
 class Work:
     """What one rater did."""
@@ -157,13 +172,11 @@ def work_together(
     found: list[Work | Exception | None] = [None] * len(raters)
 
     def run(number: int) -> None:
-        client = Client(url, tokens[number], **options)
         try:
-            found[number] = work(client, raters[number], limit=limit, on_stored=on_stored)
+            with closing(Client(url, tokens[number], **options)) as client:
+                found[number] = work(client, raters[number], limit=limit, on_stored=on_stored)
         except Exception as error:  # told by the thread that waits
             found[number] = error
-        finally:
-            client.close()
 
     threads = [threading.Thread(target=run, args=(n,), name=rater.name) for n, rater in enumerate(raters)]
     for thread in threads:

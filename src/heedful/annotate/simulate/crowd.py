@@ -10,7 +10,7 @@ from pathlib import Path
 
 from heedful.annotate import people
 from heedful.annotate.project import Project, open_project
-from heedful.annotate.simulate.client import Work, work_together
+from heedful.annotate.simulate.client import Work, check_served, work_together
 from heedful.annotate.simulate.raters import Utility, raters_of
 from heedful.annotate.simulate.server import ServerProcess
 
@@ -41,6 +41,8 @@ def simulate(
     """
     raters = raters_of(crowd, utility, seed)
     project = open_project(folder)
+    if url is not None:  # before accounts are made
+        check_served(url)
     tokens = [_token(project, NAME.format(rater.name), time.time()) for rater in raters]
     with ExitStack() as stack:
         if url is None:
