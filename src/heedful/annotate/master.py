@@ -193,6 +193,9 @@ def export(
     unknown = next((name for name in to if name not in VIEWS), None)
     if unknown is not None:
         raise DataError(f"there is no view {unknown!r}; there are {', '.join(VIEWS)}")
+    folder = Path(out)
+    if folder.is_file():
+        raise DataError(f"{folder}: is a file; name a folder")
     with project.database.reading() as session:
         found, left_out, returned = _rankings(session, view), exclusions(session), skipped(session)
         every = _rankings(session, View(with_gold=True, with_excluded=True)) if left_out else []
@@ -205,7 +208,6 @@ def export(
     empty = next((name for name, some in written.items() if not some), None)
     if empty is not None:
         raise DataError(f"{project.folder}: no pair is left to write as {empty}: all are tied or too little agreed on")
-    folder = Path(out)
     files = [folder / "rankings.jsonl"]
     write_jsonl(files[0], [record_row(ranking) for ranking in found])
     for name, some in written.items():

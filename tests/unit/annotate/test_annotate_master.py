@@ -318,3 +318,6 @@ def test_nothing_ranked_and_unknown_views_are_refused(tmp_path):
             rows(project, name)
         with pytest.raises(DataError, match="there is no view"):
             export(project, tmp_path / "out", to=(name,))
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="is a file; name a folder"):
+        export(project, tmp_path / "file")
