@@ -153,7 +153,7 @@ def test_a_round_is_closed_before_all_is_ranked(folder, capsys):
 @pytest.mark.parametrize("change, sentence", [
     (("num_prompts: 16", "num_prompts: 99"), "56 prompts are left that no round has asked, 99 are asked for"),
     (("num_answers: 3", "num_answers: 1"), "num_answers"),
-    (("num_answers: 3", "answers: 3"), "answers: Extra inputs are not permitted; known keys are recipe"),
+    (("num_answers: 3", "answers: 3"), "answers: unknown key; known keys are recipe"),
     (("guideline:", "project: nowhere\nguideline:"), "nowhere: no project is there"),
     (("toy.yaml", "none.yaml"), "no such recipe file"),
 ])  # fmt: skip
