@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from gettext import GNUTranslations
 from io import BytesIO
 from pathlib import Path
@@ -18,13 +18,16 @@ from babel.messages.extract import extract_from_file
 from babel.messages.mofile import write_mo
 from babel.messages.pofile import read_po, write_po
 
+from heedful.annotate.master import VIEWS
+
 ROOM = Path(__file__).resolve().parents[1] / "src" / "heedful" / "annotate"
 FOLDER = ROOM / "web" / "locale" / "zh_CN" / "LC_MESSAGES"
-NAMES = ["people", "invitations", "passwords", "submissions"]
-SOURCES = [*(ROOM / f"{name}.py" for name in NAMES), *sorted(ROOM.glob("web/*.py"))]
+SOURCES = [path for pattern in ("*.py", "quality/*.py", "web/*.py") for path in sorted(ROOM.glob(pattern))]
 TEMPLATES = sorted(ROOM.glob("web/templates/*.j2"))
-ARGUMENT = {"DataError": 0, "Refused": 1, "HTTPException": 1, "refuse": 2, "refusal": 2}
-"""Function → which argument is a text. One with values formatted into it is for admins, and stays English."""
+SENTENCE = {"DataError": 0, "Refused": 1, "HTTPException": 1, "refuse": 2, "refusal": 2}
+"""Function → which argument is a text, if it is a sentence with a full stop; others are for the command line."""
+WORDING = {"Wording": 0, "undefined": 0, "_none": 3, "_ratio": 3}
+"""Function → which argument is a text, whatever it looks like."""
 
 
 def texts() -> Iterator[str | tuple[str, ...]]:
@@ -33,15 +36,22 @@ def texts() -> Iterator[str | tuple[str, ...]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                found = node.args[ARGUMENT[name] :][:1] if name in ARGUMENT else []
+                if name in WORDING:
+                    yield from _strings(node.args[WORDING[name] :][:1])
+                    continue
+                found = node.args[SENTENCE[name] :][:1] if name in SENTENCE else []
             elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").isupper():
                 found = list(ast.walk(node.value))
             else:
                 continue
-            values = [part.value for part in found if isinstance(part, ast.Constant)]
-            yield from (text for text in values if isinstance(text, str) and text.endswith(".") and " " in text)
+            yield from (text for text in _strings(found) if text.endswith(".") and " " in text)
+    yield from VIEWS.values()
     for path in TEMPLATES:
         yield from (text for _, text, _, _ in extract_from_file("jinja2", path))
+
+
+def _strings(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    return (n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and n.value)
 
 
 def main() -> int:

@@ -46,7 +46,7 @@ class Page(HTMLParser):
         self.attributes.update(have)
         if tag == "form":
             self._form = self.forms.setdefault(have["action"], [])
-        elif tag == "input":
+        elif tag == "input" and "name" in have:
             self.choices.setdefault(have["name"], []).append(have.get("value", ""))
             if have.get("type") not in ("radio", "checkbox") or "checked" in have:
                 self._form.append((have["name"], have.get("value", "")))

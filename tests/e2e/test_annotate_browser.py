@@ -220,6 +220,30 @@ def test_a_person_ranks_by_keyboard_alone(serve):
     assert len(site.ranked()) == 1
 
 
+def test_single_keys_can_be_turned_off(serve):
+    """WCAG 2.1.4: for who speaks to the computer, where a word is many keys."""
+    site = serve(items(2, num_answers=2))
+    page = begin(site.browser("mira"))
+    page.click(".keys summary")
+    page.click("[data-single-keys]")
+    press(page, "a 1 n p b 2")
+    assert order(page) == "" and focused(page) == ""
+    page.focus("[data-card=A]")
+    press(page, "1 n")
+    assert order(page) == "" and focused(page) == "A"
+    press(page, "Control+Enter")
+    assert "Not ranked yet" in page.inner_text("[data-live]"), "keys with Ctrl work on"
+    page.check("[data-card=A] .ranks [value='1']", force=True)
+    page.check("[data-card=B] .ranks [value='2']", force=True)
+    submit(page)
+    press(page, "a 1 b 2")
+    assert order(page) == "", "remembered on the next page"
+    page.click(".keys summary")
+    page.click("[data-single-keys]")
+    press(page, "a 2 b 1")
+    assert order(page) == "B > A"
+
+
 def test_refresh_back_and_second_tab_change_nothing(serve):
     site = serve(items(3))
     context = site.browser("mira")

@@ -12,6 +12,7 @@ from heedful.annotate.passwords import Hashed
 from heedful.annotate.people import ROLES, create_person, digest
 from heedful.annotate.project import COMMAND_LINE
 from heedful.annotate.tables import Invitation, Person
+from heedful.annotate.wording import Wording
 from heedful.errors import DataError
 
 NO_INVITATION = "This invitation has been used or has expired; ask for a new one."
@@ -26,9 +27,9 @@ def invite(
         DataError: the role is unknown, or the days are not between 0 and 90.
     """
     if role not in ROLES:
-        raise DataError(f"role {role!r}: give one of {', '.join(ROLES)}")
+        raise DataError(Wording("role {role!r}: give one of {known}", role=role, known=", ".join(ROLES)))
     if not 0 < days <= 90:
-        raise DataError(f"{days:g} days: an invitation lasts up to 90")
+        raise DataError(Wording("{days:g} days: an invitation lasts up to 90", days=days))
     token = secrets.token_urlsafe(32)
     session.add(
         Invitation(

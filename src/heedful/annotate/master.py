@@ -18,6 +18,7 @@ from heedful.annotate.card import DataCard
 from heedful.annotate.project import Project
 from heedful.annotate.results import Judged, LeftOut, exclusions, gold_of, judged_items, skipped, submitted
 from heedful.annotate.tables import Item
+from heedful.annotate.wording import Wording
 from heedful.data.export import PAIR_EXPORTS, pair_rows, record_row, write_pairs
 from heedful.data.files import BadRow, write_jsonl
 from heedful.data.formats.lists import SCHEMA
@@ -145,7 +146,7 @@ def rows(project: Project, name: str, view: View = View()) -> list[dict[str, Any
         DataError: no such view, or a pair that the format cannot say (names the group and another format).
     """
     if name not in VIEWS:
-        raise DataError(f"there is no view {name[:80]!r}; there are {', '.join(VIEWS)}")
+        raise DataError(Wording("there is no view {name!r}; there are {known}", name=name[:80], known=", ".join(VIEWS)))
     if name == "submissions":
         wanted = submitted(project)
         if view.rounds is not None:
@@ -159,7 +160,12 @@ def _view_rows(found: list[Ranking], name: str, view: View) -> list[dict[str, An
         return [record_row(ranking) for ranking in found]
 
     def refuse(ranking: Ranking, bad: BadRow) -> None:
-        raise DataError(f"the group {ranking.group_id} cannot be written as {name} ({bad}); use trl_messages")
+        raise DataError(
+            Wording(
+                "the group {group} cannot be written as {view} ({why}); use trl_messages",
+                group=ranking.group_id, view=name, why=bad,
+            )
+        )  # fmt: skip
 
     trained_on = without_controls(found)
     return list(pair_rows(trained_on, name, min_agree_fraction=view.min_agree_fraction, on_bad=refuse))
@@ -192,7 +198,7 @@ def export(
     """
     unknown = next((name for name in to if name not in VIEWS), None)
     if unknown is not None:
-        raise DataError(f"there is no view {unknown!r}; there are {', '.join(VIEWS)}")
+        raise DataError(Wording("there is no view {name!r}; there are {known}", name=unknown, known=", ".join(VIEWS)))
     folder = Path(out)
     if folder.is_file():
         raise DataError(f"{folder}: is a file; name a folder")
@@ -200,14 +206,19 @@ def export(
         found, left_out, returned = _rankings(session, view), exclusions(session), skipped(session)
         every = _rankings(session, View(with_gold=True, with_excluded=True)) if left_out else []
     if not found:
-        raise DataError(f"{project.folder}: nothing that this view takes is ranked yet")
+        raise DataError(Wording("{folder}: nothing that this view takes is ranked yet", folder=project.folder))
     card = _card(project, view, found, left_out, every, dict(returned), agreement)
     written = {
         name: rows(project, name, view) if name == "submissions" else _view_rows(found, name, view) for name in to
     }
     empty = next((name for name, some in written.items() if not some), None)
     if empty is not None:
-        raise DataError(f"{project.folder}: no pair is left to write as {empty}: all are tied or too little agreed on")
+        raise DataError(
+            Wording(
+                "{folder}: no pair is left to write as {view}: all are tied or too little agreed on",
+                folder=project.folder, view=empty,
+            )
+        )  # fmt: skip
     files = [folder / "rankings.jsonl"]
     write_jsonl(files[0], [record_row(ranking) for ranking in found])
     for name, some in written.items():

@@ -22,6 +22,7 @@ from heedful.annotate.passwords import Hashed
 from heedful.annotate.project import COMMAND_LINE
 from heedful.annotate.settings import Settings
 from heedful.annotate.tables import ApiToken, Assignment, Exclusion, Login, Person, Submission
+from heedful.annotate.wording import Wording
 from heedful.errors import DataError
 
 ROLES = ("annotator", "reviewer", "admin")
@@ -52,7 +53,7 @@ def create_person(
         DataError: the name is taken or cannot be one, the password is weak, or the role is unknown.
     """
     if role not in ROLES:
-        raise DataError(f"role {role!r}: give one of {', '.join(ROLES)}")
+        raise DataError(Wording("role {role!r}: give one of {known}", role=role, known=", ".join(ROLES)))
     name = _clean(name)
     known = password if isinstance(password, Hashed) else passwords.hashed(name, password)
     if by_name(session, name) is not None:
@@ -105,7 +106,7 @@ def set_password(
     """
     session.add(person)  # whichever session it came from
     if person.name is None:
-        raise DataError(f"{person.pseudonym} has been deleted")
+        raise DataError(Wording("{name} has been deleted", name=person.pseudonym))
     known = password if isinstance(password, Hashed) else passwords.hashed(person.name, password)
     person.password_hash = known.text
     session.execute(delete(Login).where(Login.person_id == person.id))
@@ -121,7 +122,7 @@ def set_role(
         DataError: the role is unknown, or no admin would be left.
     """
     if role not in ROLES:
-        raise DataError(f"role {role!r}: give one of {', '.join(ROLES)}")
+        raise DataError(Wording("role {role!r}: give one of {known}", role=role, known=", ".join(ROLES)))
     if role != "admin":
         _keep_an_admin(session, person)
     session.add(person)
@@ -149,7 +150,7 @@ def enable(session: Session, person: Person, now: float, *, by: Person | None = 
         DataError: the person has been deleted.
     """
     if person.deleted_at is not None:
-        raise DataError(f"{person.pseudonym} has been deleted")
+        raise DataError(Wording("{name} has been deleted", name=person.pseudonym))
     session.add(person)
     person.disabled_at = None
     _record(session, "enable person", person, by, now, request_id)
@@ -272,11 +273,11 @@ def create_token(
         DataError: the scope is unknown or not the person's to give, or the days are not between 0 and 366.
     """
     if scope not in SCOPES:
-        raise DataError(f"scope {scope!r}: give one of {', '.join(SCOPES)}")
+        raise DataError(Wording("scope {scope!r}: give one of {known}", scope=scope, known=", ".join(SCOPES)))
     if scope == "export" and not role_allows(person.role, "reviewer"):
         raise DataError("A token that reads results is for reviewers and admins.")
     if not 0 < days <= 366:
-        raise DataError(f"{days:g} days: a token lasts up to 366")
+        raise DataError(Wording("{days:g} days: a token lasts up to 366", days=days))
     token = f"heed_{secrets.token_urlsafe(32)}"
     made = ApiToken(
         prefix=token[:12], token_hash=digest(token), person_id=person.id, scope=scope, created_at=now,
@@ -331,7 +332,7 @@ def exclude(
         raise DataError("Say why, in 3 to 2,000 characters; the data card repeats it.")
     session.execute(select(Person.id).where(Person.id == person.id).with_for_update())
     if live_exclusion(session, person) is not None:
-        raise DataError(f"The work of {person.pseudonym} is left out already.")
+        raise DataError(Wording("The work of {name} is left out already.", name=person.pseudonym))
     made = Exclusion(person_id=person.id, by_id=by.id if by else None, reason=reason, created_at=now)
     session.add(made)
     _record(session, "exclude person", person, by, now, request_id, after={"reason": reason})
@@ -346,7 +347,7 @@ def reinstate(session: Session, person: Person, now: float, *, by: Person | None
     """
     found = live_exclusion(session, person)
     if found is None:
-        raise DataError(f"The work of {person.pseudonym} is not left out.")
+        raise DataError(Wording("The work of {name} is not left out.", name=person.pseudonym))
     found.lifted_at, found.lifted_by_id = now, by.id if by else None
     _record(session, "reinstate person", person, by, now, request_id, before={"reason": found.reason})
 

@@ -20,6 +20,7 @@ from heedful.annotate import trail
 from heedful.annotate.database import Database
 from heedful.annotate.settings import Settings
 from heedful.annotate.tables import Answer, GoldPair, Guideline, Item
+from heedful.annotate.wording import Wording
 from heedful.config.read import read_yaml
 from heedful.errors import ConfigError, DataError
 from heedful.records import Ranking
@@ -164,11 +165,13 @@ def add_guideline(session: Session, text: str, *, who: str, now: float, request_
 
 def _readable(text: str) -> str:
     """The text of a guideline as it is kept; raises DataError when it is empty, too long or cannot be stored."""
-    text = storable(text.replace("\r\n", "\n").strip(), "the guideline")
+    text = storable(text.replace("\r\n", "\n").strip(), Wording("the guideline"))
     if not text:
-        raise DataError("the guideline is empty; write down what makes an answer better")
+        raise DataError(Wording("the guideline is empty; write down what makes an answer better"))
     if len(text) > MAX_TEXT:
-        raise DataError(f"the guideline has {len(text):,} characters; {MAX_TEXT:,} are allowed")
+        raise DataError(
+            Wording("the guideline has {num:,} characters; {max:,} are allowed", num=len(text), max=MAX_TEXT)
+        )
     return text
 
 
@@ -180,7 +183,9 @@ def guideline(session: Session) -> Guideline:
 def storable(text: str, what: str) -> str:
     """The text itself. Raises DataError when a database cannot hold it (zero bytes, halves of characters)."""
     if _UNSTORABLE.search(text):
-        raise DataError(f"{what} holds a zero byte or half a character, which no database keeps; remove it")
+        raise DataError(
+            Wording("{what} holds a zero byte or half a character, which no database keeps; remove it", what=what)
+        )
     return text
 
 

@@ -15,6 +15,7 @@ from heedful.annotate.project import storable
 from heedful.annotate.queue import HELD, change, is_needed, new_id, whole
 from heedful.annotate.settings import FLAGS, SKIP_REASONS, STRENGTHS, Settings
 from heedful.annotate.tables import Assignment, Guideline, Person, Submission
+from heedful.annotate.wording import Wording
 from heedful.errors import DataError
 
 MAX_RANK = 9
@@ -32,13 +33,13 @@ OUT_OF_HAND = ("submitted", "skipped", "taken", "stale")
 class Refused(DataError):
     """What a person sent cannot be taken.
 
-    ``code`` is one word for programs, ``field`` the part that is wrong ("ranks.CARD", "reason", …; "" = the whole);
-    ``template`` with ``values`` is the message for translation.
+    ``code`` is one word for programs, ``field`` the part that is wrong ("ranks.CARD", "reason", …; "" = the whole).
+    The message is a Wording.
     """
 
     def __init__(self, code: str, template: str, *, field: str = "", **values: Any) -> None:
-        super().__init__(template.format(**values))
-        self.code, self.template, self.field, self.values = code, template, field, values
+        super().__init__(Wording(template, **values))
+        self.code, self.field = code, field
 
 
 @dataclass(frozen=True, slots=True)

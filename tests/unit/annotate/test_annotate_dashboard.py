@@ -75,6 +75,7 @@ def test_the_page_speaks_chinese(reviewer, say, simulated):
     say(simulated)
     page = reviewer.get("/dashboard", headers={"accept-language": "zh-CN"}).text
     assert 'lang="zh-CN"' in page and "的回答对排为并列" in page and "For review" not in page
+    assert "无法计算：所有回答都来自同一个模型" in page and "undefined" not in page
 
 
 def test_an_empty_project_has_a_page(reviewer, say):

@@ -177,7 +177,8 @@ def test_settings_can_switch_strength_off_and_the_reason_off_or_on(tmp_path):
 
 def test_messages_can_be_translated():
     error = Refused("bad_rank", "A rank must be a number from 1 to {max}.", field="ranks.x", max=9)
-    assert str(error) == error.template.format(**error.values) == "A rank must be a number from 1 to 9."
+    [text] = error.args
+    assert str(error) == text.template.format(**text.values) == "A rank must be a number from 1 to 9."
 
 
 def test_plain_json_becomes_what_was_said_or_is_refused():

@@ -13,6 +13,7 @@ import numpy as np
 
 from heedful.annotate.quality.pairs import Verdicts, verdicts
 from heedful.annotate.submitted import Submitted
+from heedful.annotate.wording import undefined
 from heedful.evaluate.intervals import middle, resampled_sums
 from heedful.records import Record
 
@@ -89,8 +90,8 @@ def pair_rate(table: Verdicts, *, decided: bool = False) -> Figure:
 def _tau_of_all(table: Verdicts) -> Figure:
     """Σ a·b / Σ (a² + b²)/2 over ordered comparisons; as both orders count, the two sides of τ-b are equal."""
     num_U, sum_U, decided_U, group_U = _unit_sums(table)
-    because = "no pair of answers was judged by two people, or all are tied"
-    found = _ratio(sum_U**2 - decided_U, decided_U * (num_U - 1), group_U, because)
+    top_U, below_U = sum_U**2 - decided_U, decided_U * (num_U - 1)
+    found = _ratio(top_U, below_U, group_U, "no pair of answers was judged by two people, or all are tied")
     return replace(found, num=int((num_U * (num_U - 1) / 2).sum()))
 
 
@@ -98,7 +99,7 @@ def _ratio(top_U: np.ndarray, below_U: np.ndarray, group_U: np.ndarray, because:
     """Σ top / Σ below with its interval by resampling prompts; both counted per pair of answers or per item."""
     prompts, at = np.unique(group_U[below_U > 0], return_inverse=True)
     if not len(prompts):
-        return Figure(undefined=f"undefined, because {because}")
+        return Figure(undefined=undefined(because))
     sums_P2 = np.column_stack([np.bincount(at, weights=x[below_U > 0]) for x in (top_U, below_U)])
     top, below = sums_P2.sum(0)
     tops_R, belows_R = resampled_sums(sums_P2).T
@@ -115,9 +116,9 @@ def alpha(table: Verdicts) -> Figure:
     num_U, sum_U, decided_U, group_U = _unit_sums(table)
     shared_U = np.flatnonzero(num_U > 1)
     if not len(shared_U):
-        return Figure(undefined="undefined, because no pair of answers was judged by two people")
+        return Figure(undefined=undefined("no pair of answers was judged by two people"))
     if not decided_U[shared_U].any():
-        return Figure(undefined="undefined, because every pair is tied")  # evalica says 1
+        return Figure(undefined=undefined("every pair is tied"))  # evalica says 1
     m_U, s_U, q_U = num_U[shared_U], sum_U[shared_U], decided_U[shared_U]
     # with both ways round α is 1 - (n - 1) / n · Σ (m q - s²) / (m - 1) / Σ q, n = 2 Σ m; evalica would need seconds
     prompts, at = np.unique(group_U[shared_U], return_inverse=True)
@@ -164,7 +165,7 @@ def kendall_w(rankings: Sequence[Submitted]) -> tuple[dict[str, float], Figure]:
         correlations += ((num_people * w_I - 1) / (num_people - 1)).tolist()
     w = {str(m): float(np.mean(values)) for m, values in sorted(by_people.items())}
     if not correlations:
-        return w, Figure(undefined="undefined, because no two people ranked an item of three or more answers in full")
+        return w, Figure(undefined=undefined("no two people ranked an item of three or more answers in full"))
     ones = np.ones(len(correlations))
     return w, _ratio(np.array(correlations), ones, np.arange(len(ones)), "")
 

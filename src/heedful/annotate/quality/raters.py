@@ -10,12 +10,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 
 from heedful.annotate.quality.bias import pulls
 from heedful.annotate.quality.pairs import Verdicts, first_rankings, verdict, verdicts
 from heedful.annotate.submitted import Submitted
+from heedful.annotate.wording import Wording, undefined
 from heedful.evaluate.intervals import resampled_sums
 from heedful.records import Record
 
@@ -76,8 +78,17 @@ def measures(submitted: Iterable[Submitted], *, level: float = 0.95) -> list[Mea
     return results
 
 
-def _none(rater: str, kind: str, num: int, because: str) -> Measure:
-    return Measure(rater, kind, num, undefined=f"undefined, because {because}")
+def _none(rater: str, kind: str, num: int, because: str, /, **values: Any) -> Measure:
+    return Measure(rater, kind, num, undefined=undefined(because, **values))
+
+
+def _too_few(rater: str, kind: str, num: int, what: Wording, needed: int = MIN_PROMPTS) -> Measure:
+    values = {"num": num, "what": what, "needed": needed}
+    return _none(rater, kind, num, "only {num} items were {what}; {needed} are needed", **values)
+
+
+def _untimed(rater: str, num: int) -> Measure:
+    return _none(rater, "speed", num, "{needed} timed items are needed", needed=MIN_TIMED)
 
 
 def _around(rater: str, kind: str, num: int, value: float, error: float, level: float, **details: float) -> Measure:
@@ -124,8 +135,8 @@ def _tau(rater: str, kind: str, parts_V3: np.ndarray, prompt_V: np.ndarray, min_
     """τ-b from rows of (concordant - discordant, pairs that one side decided, pairs that the other side decided)."""
     prompts, at = np.unique(prompt_V, return_inverse=True)
     if len(prompts) < min_prompts:
-        what = "repeated" if kind == "self" else "ranked by others too"
-        return _none(rater, kind, len(prompts), f"only {len(prompts)} items were {what}; {min_prompts} are needed")
+        what = Wording("repeated") if kind == "self" else Wording("ranked by others too")
+        return _too_few(rater, kind, len(prompts), what, min_prompts)
     sums_P3 = np.column_stack([np.bincount(at, weights=column) for column in parts_V3.T])
     total = sums_P3.sum(0)
     if not total[1] * total[2]:
@@ -143,7 +154,7 @@ def _ties(rater: str, table: Verdicts, level: float) -> Measure:
     mine = table.of(rater)
     prompts, at = np.unique(table.group_V[mine], return_inverse=True)
     if len(prompts) < MIN_PROMPTS:
-        return _none(rater, "ties", len(prompts), f"only {len(prompts)} items were ranked; {MIN_PROMPTS} are needed")
+        return _too_few(rater, "ties", len(prompts), Wording("ranked"))
     share_P = np.bincount(at, weights=table.verdict_V[mine] == 0) / np.bincount(at)
     error = float(share_P.std(ddof=1)) / math.sqrt(len(prompts))
     return _around(rater, "ties", len(prompts), float(share_P.mean()), error, level)
@@ -168,8 +179,7 @@ def _pulls_of_all(table: Verdicts, level: float) -> tuple[dict[str, Measure], di
 def _pull(rater: str, kind: str, table: Verdicts, rows: np.ndarray, level: float) -> Measure:
     num = len(np.unique(table.group_V[rows]))
     if num < MIN_PROMPTS:
-        what = "ranked by others too" if kind == "length" else "ranked"
-        return _none(rater, kind, num, f"only {num} items were {what}; {MIN_PROMPTS} are needed")
+        return _too_few(rater, kind, num, Wording("ranked by others too") if kind == "length" else Wording("ranked"))
     if not table.verdict_V[rows].any():
         return _none(rater, kind, num, "every pair is tied")
     if kind == "length" and not table.doublings_V[rows].any():
@@ -181,7 +191,7 @@ def _pull(rater: str, kind: str, table: Verdicts, rows: np.ndarray, level: float
 def _slot(rater: str, own: Sequence[Submitted], level: float) -> Measure:
     """Of the slot whose share of first places is furthest from chance; Wilson's interval, for as many slots as are."""
     if len(own) < MIN_PROMPTS:
-        return _none(rater, "slot", len(own), f"only {len(own)} items were ranked; {MIN_PROMPTS} are needed")
+        return _too_few(rater, "slot", len(own), Wording("ranked"))
     from scipy.stats import chi2
     from statsmodels.stats.proportion import proportion_confint
 
@@ -225,7 +235,7 @@ def _speed_of_all(submitted: Sequence[Submitted], level: float) -> dict[str, Mea
             logs[s.annotator].append(math.log(s.seconds / max(1, sum(s.num_characters.values()))))
     medians = {rater: float(np.median(x)) for rater, x in logs.items() if len(x) >= MIN_TIMED}
     if not medians:
-        return {r: _none(r, "speed", len(x), f"{MIN_TIMED} timed items are needed") for r, x in logs.items()}
+        return {r: _untimed(r, len(x)) for r, x in logs.items()}
     from scipy.stats import median_abs_deviation, norm
 
     middle = float(np.median(list(medians.values())))
@@ -233,7 +243,7 @@ def _speed_of_all(submitted: Sequence[Submitted], level: float) -> dict[str, Mea
     results = {}
     for rater, x in logs.items():
         if rater not in medians:
-            results[rater] = _none(rater, "speed", len(x), f"{MIN_TIMED} timed items are needed")
+            results[rater] = _untimed(rater, len(x))
             continue
         gap = middle - medians[rater]
         half = float(norm.ppf((1 + level) / 2)) * median_abs_deviation(x, scale="normal") * 1.2533 / math.sqrt(len(x))

@@ -15,6 +15,7 @@ from heedful.annotate.quality.flags import FALSE_ALARMS, flagged, middles, simul
 from heedful.annotate.quality.pairs import Verdicts, first_rankings, verdict, verdicts
 from heedful.annotate.quality.raters import Measure, measures
 from heedful.annotate.submitted import Submitted
+from heedful.annotate.wording import undefined
 from heedful.evaluate.intervals import middle, resampled_sums
 
 TIE_PRIOR = 0.5
@@ -97,7 +98,7 @@ def strengths(rankings: Sequence[Submitted], *, seed: int = 0) -> dict[str, Any]
     """
     names = sorted({policy for s in rankings for policy in s.policies.values()})
     if len(names) < 2:
-        return {"undefined": "undefined, because all answers come from one policy"}
+        return {"undefined": undefined("all answers come from one policy")}
     at = {name: i for i, name in enumerate(names)}
     groups = {g: i for i, g in enumerate(sorted({s.group_id for s in rankings}))}
     wins_PMM = np.zeros((len(groups), len(names), len(names)))
@@ -110,7 +111,7 @@ def strengths(rankings: Sequence[Submitted], *, seed: int = 0) -> dict[str, Any]
                 wins_PMM[groups[s.group_id], j, i] += (1 - said) / 2
     total_MM = wins_PMM.sum(0)
     if not _connected(total_MM + total_MM.T):
-        return {"undefined": "undefined, because some policies never met, not even through others"}
+        return {"undefined": undefined("some policies never met, not even through others")}
     resamples_RMM = resampled_sums(wins_PMM.reshape(len(groups), -1), seed=seed)[:NUM_STRENGTHS]
     value_M = _bradley_terry(total_MM)
     values_RM = np.array([_bradley_terry(x.reshape(total_MM.shape)) for x in resamples_RMM])

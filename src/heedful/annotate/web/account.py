@@ -76,7 +76,7 @@ def join(request: Request, token: str, form: Posted) -> Response:
         with state.project.database.writing() as session:
             person = invitations.join(session, token, name, known, now, request_id=request.state.request_id)
     except DataError as error:
-        message = pages.text_of(request, str(error))
+        message = pages.text_of(request, error)
         return pages.render(request, "join.html.j2", status=422, token=token, name=name[:64], message=message)
     return _enter(request, person, "/")
 
@@ -118,7 +118,7 @@ def change_password(request: Request, visitor: SignedIn, form: Posted) -> Respon
             person = session.get_one(Person, visitor.person.id)
             people.set_password(session, person, known, now, by=person, request_id=request.state.request_id)
     except DataError as error:
-        return _account(request, visitor.person, status=422, message=pages.text_of(request, str(error)))
+        return _account(request, visitor.person, status=422, message=pages.text_of(request, error))
     return _enter(request, visitor.person, "/account")
 
 
@@ -127,9 +127,7 @@ def log_out_everywhere(request: Request, visitor: SignedIn, form: Posted) -> Res
     """End all logins of one's own account, this one too."""
     with request.app.state.project.database.writing() as session:
         person = session.get_one(Person, visitor.person.id)
-        people.close_logins(
-            session, person, request.app.state.clock(), by=person, request_id=request.state.request_id
-        )
+        people.close_logins(session, person, request.app.state.clock(), by=person, request_id=request.state.request_id)
     return pages.see_other("/login")
 
 
@@ -147,7 +145,7 @@ def make_token(request: Request, visitor: SignedIn, form: Posted) -> Response:
                 request_id=request.state.request_id,
             )  # fmt: skip
     except DataError as error:
-        return _account(request, visitor.person, status=422, message=pages.text_of(request, str(error)))
+        return _account(request, visitor.person, status=422, message=pages.text_of(request, error))
     return _account(request, visitor.person, token=token)
 
 

@@ -57,7 +57,7 @@ def invite(request: Request, visitor: Admin, form: Posted) -> Response:
     try:
         token = _do(request, visitor, make)
     except DataError as error:
-        return _people(request, status=422, message=pages.text_of(request, str(error)))
+        return _people(request, status=422, message=pages.text_of(request, error))
     return _people(request, invitation=f"{str(request.base_url).rstrip('/')}/join/{token}")
 
 
@@ -76,7 +76,7 @@ def change_person(request: Request, visitor: Admin, form: Posted, pseudonym: str
     try:
         _do(request, visitor, change)
     except DataError as error:
-        return _people(request, status=422, message=pages.text_of(request, str(error)))
+        return _people(request, status=422, message=pages.text_of(request, error))
     if verb == "forget":
         people.erase_remains(request.app.state.project.database)
     return pages.see_other(f"/admin/people#{pseudonym}")
@@ -138,7 +138,7 @@ def write_guideline(request: Request, visitor: Admin, form: Posted) -> Response:
     try:
         _do(request, visitor, add)
     except DataError as error:
-        return _guideline(request, text, status=422, message=str(error))
+        return _guideline(request, text, status=422, message=pages.text_of(request, error))
     return pages.see_other("/admin/guideline")
 
 

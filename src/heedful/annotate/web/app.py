@@ -98,4 +98,5 @@ def _busy(request: Request, error: Exception) -> Response:
 
 
 def _refused(request: Request, error: Exception) -> Response:
-    return refusal(request, 422, str(error))
+    assert isinstance(error, HeedfulError)
+    return refusal(request, 422, pages.words_of(error))

@@ -15,6 +15,8 @@ from babel import Locale, negotiate_locale
 from babel.dates import format_datetime, get_timezone
 from babel.support import Translations
 
+from heedful.annotate.wording import Wording
+
 NAMES = {"en": "English", "zh_CN": "简体中文"}
 """Language → what its speakers call it."""
 SIMPLIFIED = dict.fromkeys(("zh", "zh-hans", "zh-hans-cn", "zh-sg", "zh-hans-sg"), "zh_CN")
@@ -26,6 +28,14 @@ FOLDER = Path(__file__).parent / "locale"
 def catalogue(language: str) -> NullTranslations:
     """The texts of a language; English ones are the keys themselves."""
     return Translations.load(FOLDER, [language], domain="heedful") if language != "en" else NullTranslations()
+
+
+def translated(text: str, language: str) -> str:
+    """A sentence in that language; of a Wording the template is looked up and its values are filled in."""
+    if not isinstance(text, Wording):
+        return catalogue(language).gettext(text)
+    values = {n: translated(v, language) if isinstance(v, Wording) else v for n, v in text.values.items()}
+    return catalogue(language).gettext(text.template).format(**values)
 
 
 def choose(offered: Sequence[str], wanted: str | None, accept_language: str) -> str:

@@ -17,13 +17,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from heedful.annotate.people import role_allows
 from heedful.annotate.web import language as languages
 from heedful.annotate.web.text import to_html
+from heedful.errors import HeedfulError
 
 
 def render(request: Request, template: str, /, *, status: int = 200, **context: Any) -> HTMLResponse:
     """A page. Every template knows ``_`` and ``ngettext``, ``visitor`` (None before the login), ``may(role)``,
     ``project_name``, ``language``, ``language_tag``, ``offered`` (code → name of the app's languages), ``form_token``,
     ``path`` (give it where the address takes no GET),
-    ``static("style.css")``, and the filters ``markdown``, ``moment`` and ``json``."""
+    ``static("style.css")``, and the filters ``markdown``, ``moment``, ``json`` and
+    ``translated`` (for texts that do not stand in a template)."""
     settings = request.app.state.project.settings
     visitor = getattr(request.state, "visitor", None)
     language = language_of(request)
@@ -54,9 +56,16 @@ def language_of(request: Request) -> str:
     return languages.choose(offered, wanted, request.headers.get("accept-language", ""))
 
 
-def text_of(request: Request, message: str) -> str:
+def text_of(request: Request, message: str | HeedfulError) -> str:
     """A message in the language of the visitor; the English text is the key."""
-    return languages.catalogue(language_of(request)).gettext(message)
+    return languages.translated(
+        words_of(message) if isinstance(message, HeedfulError) else message, language_of(request)
+    )
+
+
+def words_of(error: HeedfulError) -> str:
+    """The message of an error with its Wording, which str() would lose."""
+    return error.args[0] if error.args and isinstance(error.args[0], str) else str(error)
 
 
 # --- the cookie and the form token bound to it ----------------------------------------------------------------------
@@ -106,6 +115,7 @@ def _environment(language: str) -> Environment:
     environment.globals["static"] = static
     environment.filters["markdown"] = to_html
     environment.filters["json"] = lambda data: json.dumps(data, ensure_ascii=False)
+    environment.filters["translated"] = lambda text: languages.translated(text, language)
     environment.filters["moment"] = lambda at: languages.moment(at, language)
     return environment
 

@@ -252,7 +252,7 @@ def _done(request: Request, assignment: Assignment, refusal: Refused | None = No
 
 def _words(request: Request, refusal: Refused, cards: list[Card] | None = None) -> str:
     """A refusal in the visitor's language, with the letter of the card it is about."""
-    text = pages.text_of(request, refusal.template).format(**refusal.values)
+    text = pages.text_of(request, refusal)
     letter = next((card.letter for card in cards or () if refusal.field.endswith(f".{card.public_id}")), None)
     return text if letter is None else f"{letter}: {text}"
 

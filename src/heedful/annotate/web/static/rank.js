@@ -9,6 +9,7 @@ const state = form.querySelector("[data-state]");
 const live = form.querySelector("[data-live]");
 const strength = form.querySelector(".strength");
 const reason = form.querySelector("[name=reason]");
+const singleKeys = form.querySelector("[data-single-keys]");
 const ratings = [...form.querySelectorAll(".attributes select")];
 
 const letter = (card) => card.dataset.card;
@@ -88,6 +89,14 @@ function isTyping(element) {
   return element.matches("textarea, select, input:not([type=radio], [type=checkbox])");
 }
 
+// who speaks to the computer, or hits keys by accident, can turn them off
+singleKeys.checked = localStorage.getItem("single-keys") !== "off";
+singleKeys.closest("label").hidden = false;
+singleKeys.addEventListener("change", (event) => {
+  localStorage.setItem("single-keys", singleKeys.checked ? "on" : "off");
+  event.stopPropagation();
+});
+
 document.addEventListener("keydown", (event) => {
   const element = document.activeElement;
   // the keys belong to what is ranked, not to the page's menus
@@ -98,7 +107,7 @@ document.addEventListener("keydown", (event) => {
     else form.requestSubmit(submit);
     return;
   }
-  if (event.ctrlKey || event.metaKey || event.altKey || isTyping(element)) return;
+  if (!singleKeys.checked || event.ctrlKey || event.metaKey || event.altKey || isTyping(element)) return;
   const key = event.key.toLowerCase();
   const now = here();
   if (/^[0-9]$/.test(key) && now >= 0) rank(cards[now], Number(key));
