@@ -158,6 +158,7 @@ def test_a_person_ranks_by_keyboard_alone(serve):
     page = site.browser().new_page()
     page.goto("/")
     assert page.url.endswith("/login")
+    page.wait_for_function("document.activeElement.name === 'name'")  # keys typed before the focus is there are lost
     page.keyboard.type("mira")
     press(page, "Tab")
     page.keyboard.type(PASSWORD)
