@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session
 import heedful
 from heedful.annotate.card import DataCard
 from heedful.annotate.project import Project
-from heedful.annotate.results import Judged, LeftOut, exclusions, gold_of, judged_items, skipped, submitted
+from heedful.annotate.results import Judged, LeftOut, exclusions, judged_items, skipped, submitted
 from heedful.annotate.tables import Item
 from heedful.annotate.wording import Wording
 from heedful.data.export import PAIR_EXPORTS, pair_rows, record_row, write_pairs
@@ -88,7 +88,7 @@ def _ranking(item: Item, work: Sequence[Judged]) -> Ranking:
         "lang": item.lang,
         "round": item.round,
         "source": item.source,
-        "gold": gold_of(item),
+        "gold": item.gold,
         "info": item.info | ({"said": said} if (said := _said(work)) else {}),
     }
     if work:

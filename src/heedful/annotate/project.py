@@ -21,7 +21,7 @@ from heedful.annotate.database import Database
 from heedful.annotate.settings import Settings
 from heedful.annotate.tables import Answer, GoldPair, Guideline, Item
 from heedful.annotate.wording import Wording
-from heedful.config.read import read_yaml
+from heedful.config.read import read_yaml, wrong_key
 from heedful.errors import ConfigError, DataError
 from heedful.records import Ranking
 
@@ -123,8 +123,7 @@ def open_project(folder: str | Path) -> Project:
     try:
         settings = Settings.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{path}: {wrong_setting(first)}") from None
+        raise ConfigError(f"{path}: {wrong_key(error, Settings)}") from None
     if url is None and not ((folder / SQLITE).is_file() and (folder / SQLITE).stat().st_size):
         raise DataError(f"{folder}: {SQLITE} is missing or empty; a new one would hide that rankings are lost")
     try:
@@ -133,16 +132,6 @@ def open_project(folder: str | Path) -> Project:
         raise DataError(f"{path}: {error}") from None
     database.migrate()
     return Project(folder, settings, database)
-
-
-def wrong_setting(problem: Any) -> str:
-    """One of pydantic's errors about settings, in words: the key and what is wrong with it."""
-    said = problem["msg"]
-    if problem["type"] == "extra_forbidden":
-        said = f"unknown key; known keys are {', '.join(Settings.model_fields)}"
-    elif problem["type"] == "tuple_type":
-        said = "must be a list, such as [a, b]"
-    return f"{'.'.join(map(str, problem['loc']))}: {said}"
 
 
 def _sqlite(folder: Path) -> str:
@@ -279,9 +268,8 @@ def _known(session: Session, group_ids: Iterable[str]) -> dict[str, Any]:
         some, names_left = names_left[:500], names_left[500:]
         query = select(Item).where(Item.group_id.in_(some))
         for item in session.scalars(query.options(selectinload(Item.answers), selectinload(Item.gold_pairs))):
-            names = {answer.id: answer.answer_id for answer in item.answers}
             answers = [[a.answer_id, a.text, a.policy, a.kind, a.flags, a.score] for a in item.answers]
-            gold = sorted([names[p.better_id], names[p.worse_id]] for p in item.gold_pairs) if item.is_gold else None
+            gold = list(map(list, item.gold)) if item.gold is not None else None
             found[item.group_id] = [item.prompt, answers, item.category, item.lang, item.round, item.source, gold]
     return found
 

@@ -55,13 +55,6 @@ def judged_items(session: Session) -> Iterator[tuple[Item, list[Judged]]]:
         yield item, by_item[item.id]
 
 
-def gold_of(item: Item) -> tuple[tuple[str, ...], ...] | None:
-    """(better, worse) answer ids of a control item."""
-    names = {answer.id: answer.answer_id for answer in item.answers}
-    pairs = tuple(sorted((names[pair.better_id], names[pair.worse_id]) for pair in item.gold_pairs))
-    return pairs if item.is_gold else None
-
-
 def submitted(project: Project) -> list[Submitted]:
     """All work as quality control needs it: control items, repetitions and excluded people included and marked."""
     with project.database.reading() as session:
@@ -93,7 +86,7 @@ def _submitted(item: Item, judged: Judged, slots: dict[int, int]) -> Submitted:
         seconds=judged.seconds,
         guideline_version=last.guideline_version,
         repetition=judged.assignment.repetition,
-        gold=gold_of(item),
+        gold=item.gold,
         all_bad=last.all_bad,
         strength=last.strength,
         reason=last.reason,

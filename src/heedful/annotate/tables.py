@@ -58,6 +58,13 @@ class Item(Table):
     answers: Mapped[list[Answer]] = relationship(back_populates="item", order_by="Answer.position")
     gold_pairs: Mapped[list[GoldPair]] = relationship()
 
+    @property
+    def gold(self) -> tuple[tuple[str, ...], ...] | None:
+        """(better, worse) answer ids in the master file, sorted; None: no control item."""
+        names = {answer.id: answer.answer_id for answer in self.answers}
+        pairs = tuple(sorted((names[pair.better_id], names[pair.worse_id]) for pair in self.gold_pairs))
+        return pairs if self.is_gold else None
+
 
 class Answer(Table):
     """One answer of an item."""

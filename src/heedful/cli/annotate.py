@@ -328,8 +328,8 @@ def _settings(words: list[str]) -> Any:
     import yaml
     from pydantic import ValidationError
 
-    from heedful.annotate.project import wrong_setting
     from heedful.annotate.settings import Settings
+    from heedful.config.read import wrong_key
 
     given: dict[str, Any] = {}
     for word in words:
@@ -343,7 +343,7 @@ def _settings(words: list[str]) -> Any:
     try:
         return Settings.model_validate(given)
     except ValidationError as error:
-        raise ConfigError(f"--set {wrong_setting(error.errors()[0])}") from None
+        raise ConfigError(f"--set {wrong_key(error, Settings)}") from None
 
 
 def _text(path: str) -> str:

@@ -289,6 +289,12 @@ class PPOConfig(Section):
         return self.rewards or {"reward_model": RewardPart(model="run:reward")}
 
     @property
+    def keeps_both_forwards(self) -> bool:
+        """Whether a single update starts from the scoring's forwards of policy and value: where both graphs together
+        are no more than it would hold itself, layers keeping only their inputs or the value being a mere head."""
+        return self.activation_checkpointing or self.value_from in ("trunk", "frozen_trunk")
+
+    @property
     def uses_own_reward(self) -> bool:
         """Whether this run's reward model (the reward stage's, or model.reward) is needed at all."""
         return self.value_from == "reward" or any(p.model == "run:reward" for p in self.reward_parts.values())

@@ -129,6 +129,17 @@ def _type_name(annotation: Any) -> str:
     return " or ".join("none" if a is type(None) else _type_name(a) for a in get_args(annotation)) or str(annotation)
 
 
+def wrong_key(error: ValidationError, section: type[BaseModel]) -> str:
+    """The first of pydantic's complaints about a section, in words: the key and what is wrong with it."""
+    first = error.errors()[0]
+    said = first["msg"]
+    if first["type"] == "extra_forbidden":
+        said = f"unknown key; known keys are {', '.join(section.model_fields)}"
+    elif first["type"] == "tuple_type":
+        said = "must be a list, such as [a, b]"
+    return f"{'.'.join(map(str, first['loc']))}: {said}"
+
+
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
     """The mapping in a YAML file.
 

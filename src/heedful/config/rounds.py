@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from heedful.config.read import read_yaml
+from heedful.config.read import read_yaml, wrong_key
 from heedful.config.section import Fraction, NonNegative, Positive, Section
 from heedful.errors import ConfigError
 
@@ -62,7 +62,4 @@ def load_rounds(folder: Path) -> RoundsConfig:
     try:
         return RoundsConfig.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        unknown = f"unknown key; known keys are {', '.join(RoundsConfig.model_fields)}"
-        said = unknown if first["type"] == "extra_forbidden" else first["msg"]
-        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {said}") from None
+        raise ConfigError(f"{path}: {wrong_key(error, RoundsConfig)}") from None

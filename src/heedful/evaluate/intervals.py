@@ -38,9 +38,13 @@ def middle(resamples: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def wilson(num_passed: float, num: int) -> tuple[float, float]:
-    """Wilson's score interval of a rate; its ends lie strictly inside where all passed or none."""
-    rate, spread = num_passed / num, Z95**2 / num
+def wilson(num_passed: float, num: float, *, z: float = Z95) -> tuple[float, float]:
+    """Wilson's score interval of a rate; its ends lie strictly inside where all passed or none.
+
+    Args:
+        z: normal quantile of the interval's upper end; the default gives 95 %.
+    """
+    rate, spread = num_passed / num, z**2 / num
     centre = (rate + spread / 2) / (1 + spread)
     half = math.sqrt(rate * (1 - rate) * spread + spread**2 / 4) / (1 + spread)
     return max(0.0, centre - half), min(1.0, centre + half)

@@ -40,5 +40,4 @@ def _can_pack(model: ScalarModel) -> bool:
         samples.append(RankingSample("", "", sequences, places, [str(k) for k in places], len(prompt), places))
     batches = [to_device(ranking_batch(samples, model.pad_id, attention_tokens=n), model.device) for n in (None, 1e3)]
     alone, packed = (model.ranking_scores(batch)[batch.mask_PK] for batch in batches)
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.05
-    return bool((alone - packed).abs().max() <= tolerance * alone.abs().max())
+    return bool((alone - packed).abs().max() <= model.rounding * alone.abs().max())

@@ -43,6 +43,11 @@ class Part(ABC):
         self._can_be_ragged: bool | None = None  # not tried yet
 
     @property
+    def rounding(self) -> float:
+        """What two right ways to the same hidden states may differ by, as a share of them."""
+        return 1e-3 if self.dtype == torch.float32 else 0.05
+
+    @property
     def base(self) -> Any:
         """The transformers model itself; adapters act inside it."""
         return base_of(self.model)
@@ -109,11 +114,10 @@ class Part(ABC):
         if not is_worth_it(config, mask):
             return False
         if self._can_be_ragged is None:
-            tolerance = 1e-3 if self.dtype == torch.float32 else 0.05
             # in a context of its own: autocast would keep the casts of this trial, which have no gradients
             with autocast(self.device, self.dtype), self.acting():
                 self._can_be_ragged = can_be_ragged(
-                    self.base.base_model, self.dtype, vocabulary=config.vocab_size, tolerance=tolerance
+                    self.base.base_model, self.dtype, vocabulary=config.vocab_size, tolerance=self.rounding
                 )
         return self._can_be_ragged
 
@@ -140,7 +144,7 @@ class Part(ABC):
         alone = TokenBatch(ids_16[:, 3:], ids_16[:, 3:], marks_16[:, 3:] > 0, marks_16[:, :3], positions_16[:, 3:])
         expected = self._hidden(alone).float()
         gap = (self._hidden(packed)[:, 3:].float() - expected).abs().max() / expected.abs().max()
-        if gap > (1e-3 if self.dtype == torch.float32 else 0.05):
+        if gap > self.rounding:
             raise ModelError(f"{type(self.base).__name__} lets packed samples see each other; set packing to false")
 
 

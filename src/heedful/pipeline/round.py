@@ -28,7 +28,7 @@ from heedful.data.shipped import data_path
 from heedful.data.strata import draw, unlike
 from heedful.data.writing import write_jsonl
 from heedful.errors import ConfigError, DataError
-from heedful.pipeline.sample import Policy, SampleConfig, sample
+from heedful.pipeline.sample import Policy, SampleConfig, require_annotate, sample
 from heedful.records import Prompt, Ranking, RewardCard
 from heedful.runs.files import read_json, write_json
 from heedful.runs.progress import tell
@@ -139,11 +139,10 @@ def _recipe(this: _Round) -> Recipe:
 
 def _project(this: _Round) -> Project:
     """The project of all rounds, made where it is missing."""
-    try:
-        from heedful.annotate.project import FILE, create_project, open_project
-        from heedful.annotate.settings import Settings
-    except ImportError as error:
-        raise ConfigError(f"rounds need the extra annotate; pip install 'heedful[annotate]' ({error})") from error
+    require_annotate("rounds need")
+    from heedful.annotate.project import FILE, create_project, open_project
+    from heedful.annotate.settings import Settings
+
     folder = Path(this.config.project) if this.config.project else this.folder / "project"
     if (folder / FILE).exists():
         return open_project(folder)

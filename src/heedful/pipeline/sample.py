@@ -247,11 +247,18 @@ def _controls(gold: str | Path | None) -> list[Ranking]:
 def _open_project(folder: str | Path | None) -> Any:
     if folder is None:
         return None
-    try:
-        from heedful.annotate.project import open_project
-    except ImportError as error:
-        raise ConfigError(f"a project needs the extra annotate; pip install 'heedful[annotate]' ({error})") from error
+    require_annotate("a project needs")
+    from heedful.annotate.project import open_project
+
     return open_project(Path(folder))
+
+
+def require_annotate(what: str) -> None:
+    """Raises ConfigError where the libraries of the annotation room are not installed; ``what`` begins its sentence."""
+    try:
+        import heedful.annotate.project  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{what} the extra annotate; pip install 'heedful[annotate]' ({error})") from error
 
 
 def _key(prompts: Sequence[Prompt], policies: Sequence[Policy], config: SampleConfig) -> str:

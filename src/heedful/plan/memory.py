@@ -187,10 +187,10 @@ def _moments(models: list[Model]) -> dict[str, int]:
 
 def _kept_beside(value: Model, batch: Batch, setup: Setup) -> dict[str, int]:
     """Activations of the value while the policy is trained, where the scoring keeps the forwards of both for the only
-    update (``rollout.experience.graphs_to_keep``): the inputs of layers, which the backward computes again."""
+    update (``PPOConfig.keeps_both_forwards``): the inputs of layers, which the backward computes again."""
     config = setup.recipe.ppo
     assert config is not None and value.training is not None
-    if not value.training.recompute or config.epochs * config.minibatches * batch.num_per_step > 1:
+    if not config.keeps_both_forwards or config.epochs * config.minibatches * batch.num_per_step > 1:
         return {}
     kept, one = (of(value.shape, batch, value.training, s=setup.s, eager=setup.eager)
                  for of in (activations.trunk, activations.layer))  # fmt: skip

@@ -97,13 +97,12 @@ def is_single_update(cut: Partition, config: PPOConfig) -> bool:
 def graphs_to_keep(config: PPOConfig, *, policy_moves: bool) -> set[Trained]:
     """Whose forwards of the scoring a single update starts from, at no more memory than if it made them itself.
 
-    Advantages need the values and returns the log-probs, so that two kept graphs are there together: only where layers
-    keep nothing but their inputs, or where the value is no more than a head. The policy comes first.
+    Advantages need the values and returns the log-probs, so that two kept graphs are there together: see
+    :attr:`PPOConfig.keeps_both_forwards`. The policy comes first.
     """
     if not policy_moves:  # the value alone is trained
         return {"value"}
-    value_is_small = config.activation_checkpointing or config.value_from in ("trunk", "frozen_trunk")
-    return {"policy", "value"} if value_is_small else {"policy"}
+    return {"policy", "value"} if config.keeps_both_forwards else {"policy"}
 
 
 def select(batch: ExperienceBatch, rows: Sequence[int]) -> ExperienceBatch:

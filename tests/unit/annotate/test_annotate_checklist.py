@@ -7,11 +7,9 @@ from collections import Counter
 
 import pytest
 from fastapi.testclient import TestClient
-from pwdlib import PasswordHash
-from pwdlib.hashers.argon2 import Argon2Hasher
 from sqlalchemy import select
 
-from heedful.annotate import passwords, people
+from heedful.annotate import people
 from heedful.annotate.master import VIEWS, export
 from heedful.annotate.progress import by_category, of_round
 from heedful.annotate.submissions import find
@@ -29,10 +27,7 @@ PASSWORD = "correct horse battery"
 PLAIN = {"overlap_share": 0.0, "gold_rate": 0.0, "repeat_rate": 0.0}
 
 
-@pytest.fixture(autouse=True)
-def light_hashes(monkeypatch):
-    cheap = PasswordHash((Argon2Hasher(time_cost=1, memory_cost=64, parallelism=1),))
-    monkeypatch.setattr(passwords, "_hasher", lambda: cheap)
+pytestmark = pytest.mark.usefixtures("light_hashes")
 
 
 @pytest.fixture

@@ -12,10 +12,8 @@ import urllib.error
 import urllib.request
 
 import pytest
-from pwdlib import PasswordHash
-from pwdlib.hashers.argon2 import Argon2Hasher
 
-from heedful.annotate import passwords, people
+from heedful.annotate import people
 from heedful.annotate.project import open_project
 from heedful.annotate.web.serve import check_address, is_loopback
 from heedful.cli.main import main
@@ -25,10 +23,7 @@ from toy_project import NOW, work
 PASSWORD = "correct horse battery"
 
 
-@pytest.fixture(autouse=True)
-def light_hashes(monkeypatch):
-    cheap = PasswordHash((Argon2Hasher(time_cost=1, memory_cost=64, parallelism=1),))
-    monkeypatch.setattr(passwords, "_hasher", lambda: cheap)
+pytestmark = pytest.mark.usefixtures("light_hashes")
 
 
 @pytest.fixture

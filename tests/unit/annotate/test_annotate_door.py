@@ -9,8 +9,6 @@ from urllib.parse import quote
 
 import pytest
 from fastapi.testclient import TestClient
-from pwdlib import PasswordHash
-from pwdlib.hashers.argon2 import Argon2Hasher
 from sqlalchemy import func, select
 
 from heedful.annotate import invitations, passwords, people
@@ -31,14 +29,7 @@ OPEN = {"/login", "/logout", "/join/{token}", "/language", "/static"}
 """Paths for people without a login."""
 
 
-@pytest.fixture(autouse=True)
-def light_hashes(monkeypatch):
-    """Argon2id with little memory; what is really used is a test of its own."""
-    cheap = PasswordHash((Argon2Hasher(time_cost=1, memory_cost=64, parallelism=1),))
-    monkeypatch.setattr(passwords, "_hasher", lambda: cheap)
-    passwords.nobodys.cache_clear()
-    yield
-    passwords.nobodys.cache_clear()
+pytestmark = pytest.mark.usefixtures("light_hashes")
 
 
 @pytest.fixture

@@ -4,11 +4,9 @@ import threading
 import time
 
 import pytest
-from pwdlib import PasswordHash
-from pwdlib.hashers.argon2 import Argon2Hasher
 from sqlalchemy import select
 
-from heedful.annotate import invitations, passwords, people, trail
+from heedful.annotate import invitations, people, trail
 from heedful.annotate.progress import by_category, by_person
 from heedful.annotate.submissions import save_draft, skip
 from heedful.annotate.tables import ApiToken, Assignment, Login, Person, Submission, Table
@@ -28,13 +26,7 @@ from toy_project import (
 PASSWORD = "correct horse battery"
 
 
-@pytest.fixture(autouse=True)
-def light_hashes(monkeypatch):
-    cheap = PasswordHash((Argon2Hasher(time_cost=1, memory_cost=64, parallelism=1),))
-    monkeypatch.setattr(passwords, "_hasher", lambda: cheap)
-    passwords.nobodys.cache_clear()
-    yield
-    passwords.nobodys.cache_clear()
+pytestmark = pytest.mark.usefixtures("light_hashes")
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,12 @@ class Pull:
 
     def win_rate(self) -> float:
         """How often the favoured one of two equal answers wins."""
-        return float(1 / (1 + np.exp(-self.value)))
+        return win_rate(self.value)
+
+
+def win_rate(log_odds: float) -> float:
+    """How often what these log odds speak for wins."""
+    return float(1 / (1 + np.exp(-log_odds)))
 
 
 def pulls(verdicts: Verdicts, rows: np.ndarray) -> dict[str, Pull]:

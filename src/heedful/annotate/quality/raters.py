@@ -7,6 +7,7 @@ tempo. Nothing here accuses: :mod:`heedful.annotate.quality.flags` says which in
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -18,7 +19,7 @@ from heedful.annotate.quality.bias import pulls
 from heedful.annotate.quality.pairs import Verdicts, first_rankings, verdict, verdicts
 from heedful.annotate.submitted import Submitted
 from heedful.annotate.wording import Wording, undefined
-from heedful.evaluate.intervals import resampled_sums
+from heedful.evaluate.intervals import resampled_sums, wilson
 from heedful.records import Record
 
 KINDS = ("gold", "agreement", "ties", "length", "position", "slot", "self", "speed")
@@ -99,6 +100,11 @@ def _around(rater: str, kind: str, num: int, value: float, error: float, level: 
     return Measure(rater, kind, num, value, value - half, value + half, details=details)
 
 
+def _quantile(level: float) -> float:
+    """Of the normal distribution, at the upper end of a two-sided interval of that level."""
+    return statistics.NormalDist().inv_cdf((1 + level) / 2)
+
+
 def passed(control: Submitted) -> bool:
     """Whether every better answer of a control item stands strictly before its worse one."""
     return all(verdict(control.ranks, better, worse) == 1 for better, worse in control.gold or ())
@@ -108,10 +114,8 @@ def _gold(rater: str, own: Sequence[Submitted]) -> Measure:
     results = [passed(s) for s in own if s.gold and s.repetition == 0]
     if not results:
         return _none(rater, "gold", 0, "no control item was ranked")
-    from statsmodels.stats.proportion import proportion_confint
-
-    low, high = proportion_confint(sum(results), len(results), alpha=1 - GOLD_LEVEL, method="wilson")
-    return Measure(rater, "gold", len(results), sum(results) / len(results), float(low), float(high))
+    low, high = wilson(sum(results), len(results), z=_quantile(GOLD_LEVEL))
+    return Measure(rater, "gold", len(results), sum(results) / len(results), low, high)
 
 
 def _agreement_of_all(table: Verdicts, level: float) -> dict[str, Measure]:
@@ -193,7 +197,6 @@ def _slot(rater: str, own: Sequence[Submitted], level: float) -> Measure:
     if len(own) < MIN_PROMPTS:
         return _too_few(rater, "slot", len(own), Wording("ranked"))
     from scipy.stats import chi2
-    from statsmodels.stats.proportion import proportion_confint
 
     num_slots = max(len(s.slots) for s in own)
     firsts_S, chance_S, num_S = np.zeros(num_slots), np.zeros(num_slots), np.zeros(num_slots)
@@ -205,14 +208,14 @@ def _slot(rater: str, own: Sequence[Submitted], level: float) -> Measure:
             firsts_S[s.slots[answer]] += 1 / len(best)
     share_S, expected_S = firsts_S / num_S, chance_S / num_S
     worst = int(np.argmax(abs(firsts_S - chance_S) / np.sqrt(chance_S)))
-    alpha = (1 - level) / num_slots
-    low, high = proportion_confint(firsts_S[worst], num_S[worst], alpha=alpha, method="wilson")
+    z = _quantile(1 - (1 - level) / num_slots)
+    low, high = wilson(float(firsts_S[worst]), float(num_S[worst]), z=z)
     statistic = float(((firsts_S - chance_S) ** 2 / chance_S).sum())
     details = {
         "slot": worst, "expected": float(expected_S[worst]), "chi2": statistic,
         "p": float(chi2.sf(statistic, num_slots - 1)),
     }  # fmt: skip
-    return Measure(rater, "slot", len(own), float(share_S[worst]), float(low), float(high), details=details)
+    return Measure(rater, "slot", len(own), float(share_S[worst]), low, high, details=details)
 
 
 def _self(rater: str, own: Sequence[Submitted], level: float) -> Measure:
@@ -236,7 +239,7 @@ def _speed_of_all(submitted: Sequence[Submitted], level: float) -> dict[str, Mea
     medians = {rater: float(np.median(x)) for rater, x in logs.items() if len(x) >= MIN_TIMED}
     if not medians:
         return {r: _untimed(r, len(x)) for r, x in logs.items()}
-    from scipy.stats import median_abs_deviation, norm
+    from scipy.stats import median_abs_deviation
 
     middle = float(np.median(list(medians.values())))
     spread = float(median_abs_deviation(list(medians.values()), scale="normal"))
@@ -246,7 +249,7 @@ def _speed_of_all(submitted: Sequence[Submitted], level: float) -> dict[str, Mea
             results[rater] = _untimed(rater, len(x))
             continue
         gap = middle - medians[rater]
-        half = float(norm.ppf((1 + level) / 2)) * median_abs_deviation(x, scale="normal") * 1.2533 / math.sqrt(len(x))
+        half = _quantile(level) * median_abs_deviation(x, scale="normal") * 1.2533 / math.sqrt(len(x))
         details = {"seconds_per_1000": 1000 * math.exp(medians[rater])}
         details |= {"robust_z": -gap / spread} if spread else {}
         results[rater] = Measure(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from threading import Lock
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import HTMLResponse
 from sqlalchemy import func, select
 
+from heedful.annotate.quality.bias import win_rate
 from heedful.annotate.tables import Submission, Trail
 from heedful.annotate.web import pages
 from heedful.annotate.web.door import Visitor, needs
@@ -48,7 +48,7 @@ def between(finding: dict[str, Any]) -> str:
     """The interval of a finding in the unit of its sentence."""
     low, high, kind = finding["low"], finding["high"], finding["kind"]
     if kind in ("length", "position"):  # log odds, told as a win rate
-        low, high = (1 / (1 + math.exp(-x)) for x in (low, high))
+        low, high = map(win_rate, (low, high))
     if kind in ("length", "position", "gold", "ties", "slot"):
         return f"{100 * low:.0f} – {100 * high:.0f} %"
     return f"{low:.2f} – {high:.2f}"
