@@ -5,6 +5,7 @@ Dimension letters: B sequences, N sequences to score, T tokens, V vocabulary, D 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,6 +14,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from heedful.batches import RankingBatch, TokenBatch
 from heedful.errors import ModelError
@@ -20,7 +22,7 @@ from heedful.models.hardware import autocast
 from heedful.models.heads import Heads
 from heedful.models.load import scalar_head
 from heedful.models.lora import Adapters, base_of, is_adapted, one_list
-from heedful.models.ragged import can_be_ragged, is_worth_it, last_hidden_states
+from heedful.models.ragged import PIECE_STEP, can_be_ragged, is_worth_it, last_hidden_states
 from heedful.objectives.logprobs import exact_kl, token_logprobs
 from heedful.records import Message
 
@@ -87,31 +89,51 @@ class Part(ABC):
         return self._trunk(ids_NT, torch.ones_like(ids_NT), positions_NT)[:, -1]
 
     def _hidden(self, batch: TokenBatch) -> Tensor:
-        mask = self._packed_mask(batch.attention_mask_BT) if batch.packed else batch.attention_mask_BT
-        return self._trunk(batch.inputs_BT, mask, batch.position_ids_BT, rows_may_be_longer=batch.packed)
+        return self._trunk(batch.inputs_BT, batch.attention_mask_BT, batch.position_ids_BT, packed=batch.packed)
 
     def _trunk(
-        self, ids_BT: Tensor, mask: Tensor | None, position_ids_BT: Tensor, *, rows_may_be_longer: bool = False
+        self,
+        ids_BT: Tensor,
+        attention_mask_BT: Tensor,
+        position_ids_BT: Tensor,
+        *,
+        packed: bool = False,
+        prompts_BT: Tensor | None = None,
     ) -> Tensor:
+        num_tokens = ids_BT.shape[1]
         limit = getattr(self.base.config.get_text_config(), "max_position_embeddings", None)
-        if limit is not None and ids_BT.shape[1] > limit and not rows_may_be_longer:
+        if limit is not None and num_tokens > limit and not packed:
             raise ModelError(
-                f"a sequence of {ids_BT.shape[1]} tokens is longer than the {limit} positions of this model; "
+                f"a sequence of {num_tokens} tokens is longer than the {limit} positions of this model; "
                 f"lower max_tokens, max_prompt_tokens or max_new_tokens"
             )
-        leaves_padding_out = mask is not None and self._leaves_padding_out(mask)
+        leaves_padding_out = not packed and self._leaves_padding_out(attention_mask_BT)
         with autocast(self.device, self.dtype), self.acting():
-            if mask is not None and leaves_padding_out:
-                return last_hidden_states(self.base.base_model, ids_BT, mask, position_ids_BT, self.dtype)
+            if leaves_padding_out:
+                return last_hidden_states(self.base.base_model, ids_BT, attention_mask_BT, position_ids_BT, self.dtype)
+            marks_BT = self._widened(attention_mask_BT)
+            prompts_BT = None if prompts_BT is None else self._widened(prompts_BT)
             out = self.base.base_model(
-                input_ids=ids_BT, attention_mask=mask, position_ids=position_ids_BT, use_cache=False
+                input_ids=self._widened(ids_BT),
+                attention_mask=self._packed_mask(marks_BT, prompts_BT) if packed else marks_BT,
+                position_ids=self._widened(position_ids_BT),
+                use_cache=False,
             )
-        hidden_BTD: Tensor = out.last_hidden_state
-        return hidden_BTD
+        hidden_BTD: Tensor = out.last_hidden_state[:, :num_tokens]
+        return hidden_BTD.contiguous()
 
-    def _leaves_padding_out(self, mask: Tensor) -> bool:
+    def _widened(self, x_BT: Tensor) -> Tensor:
+        """With columns of padding up to a multiple of 16 on a CPU: see ``models/ragged.py`` on new shapes."""
+        if x_BT.device.type != "cpu":
+            return x_BT
+        config, width = self.base.config.get_text_config(), x_BT.shape[1]
+        limits = [getattr(config, name, None) or math.inf for name in ("max_position_embeddings", "sliding_window")]
+        filled = max(width, min(-(-width // PIECE_STEP) * PIECE_STEP, *limits))
+        return pad(x_BT, (0, int(filled) - width))
+
+    def _leaves_padding_out(self, attention_mask_BT: Tensor) -> bool:
         config = self.base.config.get_text_config()
-        if not is_worth_it(config, mask):
+        if not is_worth_it(config, attention_mask_BT):
             return False
         if self._can_be_ragged is None:
             # in a context of its own: autocast would keep the casts of this trial, which have no gradients
@@ -318,10 +340,10 @@ class ScalarModel(Part):
 
     def ranking_states(self, batch: RankingBatch) -> Tensor:
         """[R, T, D]: the last hidden states of the batch's rows."""
-        mask: Tensor | None = batch.attention_mask_RT
-        if batch.prompts_RT is not None:
-            mask = self._packed_mask(batch.attention_mask_RT, batch.prompts_RT)
-        return self._trunk(batch.ids_RT, mask, batch.position_ids_RT, rows_may_be_longer=batch.prompts_RT is not None)
+        return self._trunk(
+            batch.ids_RT, batch.attention_mask_RT, batch.position_ids_RT,
+            packed=batch.prompts_RT is not None, prompts_BT=batch.prompts_RT,
+        )  # fmt: skip
 
     def values_after(self, ids_NT: Tensor) -> Tensor:
         """[N]: the value after the last token of unpadded sequences (what is still to come of a cut answer)."""

@@ -5,6 +5,9 @@ is told the lengths. It then takes the sequences one by one, with the model's ow
 padding. That is for eager attention on the CPU, where time goes with the number of tokens; elsewhere that many small
 kernels were never measured, and padding stays.
 
+oneDNN makes kernels for every shape it meets and keeps them: about 6 MB for a new number of tokens in the products of a
+135M model, 2 MB for a new length in its attention. So both are rounded up, or a long run would grow for ever.
+
 Dimension letters: B sequences, T tokens with padding, N real tokens of all sequences, D hidden width.
 """
 
@@ -16,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 _LENGTHS = "lengths_of_sequences"
 """The keyword that goes with a forward through every layer to its attention, and again where layers are recomputed."""
@@ -25,6 +29,9 @@ _EAGER = "eager_attention_forward"
 
 _MIN_PADDING = 8
 """Tokens of padding per sequence that pay for attention in pieces."""
+
+ROW_STEP, PIECE_STEP = 64, 16
+"""What the tokens of the row are a multiple of, and those of a sequence in its attention or in padded batches."""
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 
@@ -48,9 +55,11 @@ def last_hidden_states(
     """
     _let_attention_read_lengths(trunk)
     places_N = attention_mask_BT.flatten().nonzero()[:, 0]
-    lengths = [length for length in attention_mask_BT.count_nonzero(dim=1).tolist() if length]
-    hidden_later = torch.full((max(lengths), max(lengths)), torch.finfo(dtype).min, dtype=dtype).triu(1)
-    row_1N, positions_1N = (x_BT.flatten()[places_N][None] for x_BT in (ids_BT, position_ids_BT))
+    num_filled = -len(places_N) % ROW_STEP
+    lengths = [length for length in [*attention_mask_BT.count_nonzero(dim=1).tolist(), num_filled] if length]
+    width = max(lengths) + PIECE_STEP
+    hidden_later = torch.full((width, width), torch.finfo(dtype).min, dtype=dtype).triu(1)
+    row_1N, positions_1N = (pad(x_BT.flatten()[places_N], (0, num_filled))[None] for x_BT in (ids_BT, position_ids_BT))
     out = trunk(
         input_ids=row_1N,
         attention_mask=hidden_later[None, None],  # a mask of four dimensions is passed on as it is
@@ -58,7 +67,7 @@ def last_hidden_states(
         use_cache=False,
         **{_LENGTHS: lengths},
     )
-    hidden_ND = out.last_hidden_state[0]
+    hidden_ND = out.last_hidden_state[0, : len(places_N)]
     flat = hidden_ND.new_zeros(attention_mask_BT.numel(), hidden_ND.shape[1]).index_copy(0, places_N, hidden_ND)
     return flat.view(*attention_mask_BT.shape, -1)
 
@@ -107,11 +116,12 @@ def _let_attention_read_lengths(trunk: Any) -> None:
         lengths = kwargs.pop(_LENGTHS, None)
         if lengths is None:
             return whole(module, query, key, value, attention_mask, *args, **kwargs)
-        sequences = zip(lengths, *(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
-        pieces = [
-            whole(module, q, k, v, attention_mask[:, :, :length, :length], *args, **kwargs)[0]
-            for length, q, k, v in sequences
-        ]
+        pieces = []
+        for length, *piece in zip(lengths, *(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+            num_filled = -length % PIECE_STEP
+            q, k, v = (pad(x, (0, 0, 0, num_filled)) for x in piece) if num_filled else piece
+            mask = attention_mask[:, :, : q.shape[2], : q.shape[2]]
+            pieces.append(whole(module, q, k, v, mask, *args, **kwargs)[0][:, :length])
         return torch.cat(pieces, dim=1), None
 
     setattr(attention, _LENGTHS, True)

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from heedful.objectives import kl
 from heedful.objectives.masked import at_least_float32
@@ -67,10 +68,8 @@ def token_logprobs(
         the weight (summed over chunks in float32) and the bias; those that are frozen cost nothing.
     """
     head = _Head(temperature, logit_scale, softcap, *_tile(hidden_BTD.device, chunk_tokens, chunk_vocabulary))
-    rows_ND = _rows(hidden_BTD, loss_mask_BT)
-    logprobs_N, entropy_N = _LogprobsAndEntropy.apply(
-        rows_ND, weight_VD, bias_V, targets_BT[loss_mask_BT], head, with_entropy
-    )
+    rows_ND, targets_N = _rows(hidden_BTD, loss_mask_BT), _filled(targets_BT[loss_mask_BT])
+    logprobs_N, entropy_N = _LogprobsAndEntropy.apply(rows_ND, weight_VD, bias_V, targets_N, head, with_entropy)
     return _spread(logprobs_N, loss_mask_BT), _spread(entropy_N, loss_mask_BT) if with_entropy else None
 
 
@@ -112,14 +111,20 @@ def _tile(device: torch.device, chunk_tokens: int | None, chunk_vocabulary: int 
 
 
 def _rows(hidden_BTD: Tensor, loss_mask_BT: Tensor) -> Tensor:
-    """The counted rows, in the dtype in which the head is computed."""
+    """The counted rows, in the dtype in which the head is computed, and on a CPU rows of 0 after them."""
     device = hidden_BTD.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BTD.dtype
-    return hidden_BTD[loss_mask_BT].to(dtype)
+    return _filled(hidden_BTD[loss_mask_BT].to(dtype))
+
+
+def _filled(x_N: Tensor) -> Tensor:
+    """Filled up to a multiple of 32 on a CPU, where oneDNN makes kernels for every number of rows and keeps them."""
+    num_filled = -len(x_N) % 32 if x_N.device.type == "cpu" else 0
+    return pad(x_N, (0, 0) * (x_N.ndim - 1) + (0, num_filled)) if num_filled else x_N
 
 
 def _spread(x_N: Tensor, loss_mask_BT: Tensor) -> Tensor:
-    """Back to [B, T], 0 at masked places."""
+    """Back to [B, T], 0 at masked places; what :func:`_filled` added stays behind."""
     zeros_BT = torch.zeros(loss_mask_BT.shape, dtype=x_N.dtype, device=x_N.device)
     return zeros_BT.masked_scatter(loss_mask_BT, x_N)
 

@@ -17,13 +17,17 @@ from heedful.batches import RankingBatch, TokenBatch
 from heedful.errors import ModelError
 from heedful.models import ragged
 from heedful.models.parts import LanguageModel, Part
+from heedful.models.ragged import PIECE_STEP, ROW_STEP
 from heedful.models.recompute import recompute_activations
 from heedful.models.roles import build_policy, build_roles, build_scalar
 
 CPU = torch.device("cpu")
 LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", base="float")
 LENGTHS = (40, 7, 1, 23, 16)
-NUM_TOKENS, WIDTH = sum(LENGTHS), max(LENGTHS)
+WIDTH = max(LENGTHS)
+NUM_TOKENS = -(-sum(LENGTHS) // ROW_STEP) * ROW_STEP
+NUM_PADDED = len(LENGTHS) * -(-WIDTH // PIECE_STEP) * PIECE_STEP
+"""Tokens that the products see without and with padding"""
 
 
 def batch_of(lengths: tuple[int, ...] = LENGTHS, *, left: bool = False) -> TokenBatch:
@@ -90,9 +94,9 @@ def test_log_probs_and_gradients_are_those_with_padding(
         return torch.cat([part.logprobs_of(hidden_BTD, batch)[0][keep], hidden_BTD[keep].flatten()])
 
     found = result_and_gradients(part, run)
-    assert NUM_TOKENS in seen and len(LENGTHS) * WIDTH not in seen
+    assert NUM_TOKENS in seen and NUM_PADDED not in seen
     require_equal(found, padded(part, monkeypatch, lambda: result_and_gradients(part, run)))
-    assert seen[-1] == len(LENGTHS) * WIDTH
+    assert seen[-1] == NUM_PADDED
 
 
 @pytest.mark.parametrize("kind", sorted(SHAPES))
@@ -194,7 +198,7 @@ def test_parts_on_one_base_leave_padding_out_too(folder: Callable[..., Path], mo
         return torch.cat([roles.policy.logprobs(batch)[0][keep], roles.value.values(batch)[keep]])
 
     found = result_and_gradients(roles.policy, run)
-    assert NUM_TOKENS in seen and len(LENGTHS) * WIDTH not in seen
+    assert NUM_TOKENS in seen and NUM_PADDED not in seen
     require_equal(found, padded(roles.policy, monkeypatch, lambda: result_and_gradients(roles.policy, run)))
 
 
@@ -237,10 +241,10 @@ def test_windows_and_other_kernels_keep_their_padding(config: dict[str, Any], wo
 def test_positions_end_where_the_model_says(folder: Callable[..., Path]) -> None:
     with pytest.raises(ModelError, match="longer than the 128 positions"):
         some_part(folder).hidden(batch_of((129, 3)))
-    wide = batch_of((120, 3, 100))  # 223 tokens in one row, none at a position that the model has not
+    wide = batch_of((120, 3, 100))  # 223 tokens in one row of 256, none at a position that the model has not
     seen = seen_by_a_product(part := some_part(folder, name="other"))
     part.hidden(wide)
-    assert seen[-1] == 223
+    assert seen[-1] == 256
 
 
 def test_models_whose_tokens_run_on_keep_their_padding() -> None:
@@ -267,4 +271,4 @@ def test_models_that_cannot_be_told_lengths_keep_their_padding(
     monkeypatch.setattr(type(part.base.base_model), "forward", without_keywords)
     seen = seen_by_a_product(part)
     assert torch.equal(part.hidden(batch_of()), expected)
-    assert seen[-1] == len(LENGTHS) * WIDTH and NUM_TOKENS not in seen
+    assert seen[-1] == NUM_PADDED and NUM_TOKENS not in seen
