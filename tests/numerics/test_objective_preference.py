@@ -337,6 +337,38 @@ def test_length_correlation_is_pooled_within_prompts():
         assert_close(grad, torch.zeros(1, 3), largest=0.0)
 
 
+def test_length_slope_is_the_logistic_regression_on_log_length():
+    """Two batches; for K = 2 against statsmodels, for K = 3 against values nearby; weights, soft labels, separation."""
+    import statsmodels.api
+
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(1, 90, (40, 2), generator=generator)
+    ranks = torch.tensor([[1, 2], [2, 1]])[torch.randint(0, 2, (40,), generator=generator)]
+    mask, weights = mask_of([2] * 40, 2), torch.rand(40, generator=generator)
+    found = preference.length_slope([
+        (lengths[part], ranks[part], mask[part], {"weights_P": weights[part]}) for part in (slice(0, 7), slice(7, 40))
+    ])  # fmt: skip
+    logs = lengths.double().log()
+    model = statsmodels.api.GLM(
+        (ranks[:, 0] == 1).numpy(), (logs[:, 0] - logs[:, 1]).numpy(), statsmodels.api.families.Binomial(),
+        freq_weights=weights.numpy(),
+    )  # fmt: skip
+    assert_close(torch.tensor(found), float(model.fit().params[0]), largest=1e-4)
+
+    lengths, ranks = torch.tensor([[9, 4, 1], [2, 8, 30]]), torch.tensor([[1, 2, 3], [2, 1, 3]])
+    mask, told = mask_of([3, 3], 3), {"label_smoothing": 0.1, "targets_PKK": torch.full((2, 3, 3), 0.8)}
+    best = preference.length_slope([(lengths, ranks, mask, told)])
+
+    def cost(beta):
+        return float(preference.ranking(beta * lengths.double().log(), ranks, mask, **told).loss)
+
+    assert cost(best) < min(cost(best - 0.01), cost(best + 0.01))
+    for order, expected in (([1, 2, 3], math.inf), ([3, 2, 1], -math.inf)):
+        alone = (lengths[:1], torch.tensor([order]), mask[:1], {})
+        assert preference.length_slope([alone]) == expected
+    assert preference.length_slope([(torch.full((1, 3), 5), ranks[:1], mask[:1], {})]) == 0
+
+
 def test_deviation_is_within_prompts():
     """Levels of prompts do not count, nor does what is masked; a prompt of one answer says nothing."""
     scores = torch.tensor([[1.0, 3, 5, 99], [100, 104, -7, 99], [8, 99, 99, 99]])

@@ -81,6 +81,9 @@ class RewardConfig(Section):
     """What length_penalty holds the correlation to. None = that of the ranks of the same answers, so that scores love
     length as much as people do and no more (0 with length_head); 0 = length must not show at all, which costs accuracy
     where people have reasons to prefer longer answers."""
+    length_offset: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Share of what length alone explains of the training pairs (a logistic regression on log length) that is added to
+    the scores in the loss and nowhere else, so that they learn what is left; 0 = off, 1 = all of it."""
     length_head: bool = False
     """A second head learns length so that the first need not (ODIN, Chen et al. 2024); only the first is kept, whose
     correlation length_penalty weighs, or 1 where that is 0."""
@@ -112,6 +115,10 @@ class RewardConfig(Section):
             raise ValueError("train: head leaves nothing for lora to adapt; take one of them")
         if self.length_target is not None and not (self.length_penalty or self.length_head):
             raise ValueError("length_target is what length_penalty holds the scores to; set length_penalty above 0")
+        if self.length_offset and (self.length_penalty or self.length_head):
+            raise ValueError(
+                "length_offset, length_penalty and length_head do one thing in three ways; take one of them"
+            )
         if self.attributes:
             self._attributes_fit()
         if self.ensemble > 1 and (self.attributes or self.length_head):

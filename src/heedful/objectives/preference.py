@@ -5,7 +5,9 @@ Dimension letters: N pairs, P prompts, K ranked answers, T tokens of an answer.
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +20,7 @@ from heedful.objectives import masked
 Ties = Literal["skip", "half"]
 """Tied answers form no pair, or one in which either wins with probability one half."""
 _EPS = 1e-12
+_NEWTON_STEPS = 50
 
 
 def bradley_terry(
@@ -264,6 +267,38 @@ def length_correlation(
     product = (score_PK**2).sum() * (length_PK**2).sum()
     is_defined = product > _EPS
     return torch.where(is_defined, (score_PK * length_PK).sum() * torch.where(is_defined, product, 1.0).rsqrt(), 0.0)
+
+
+def length_slope(
+    rankings: Sequence[tuple[Int[Tensor, "P K"], Int[Tensor, "P K"], Bool[Tensor, "P K"], Mapping[str, Any]]],
+) -> float:
+    """The β of scores β · log length that explain the labels best: a logistic regression on length alone.
+
+    The loss is that of :func:`ranking`, convex in β; Newton's method finds its minimum.
+
+    Args:
+        rankings: lengths, ranks, mask and other arguments of :func:`ranking`, of one batch after the other.
+
+    Returns:
+        nats per unit of log length; ±inf where length alone orders every pair rightly, or wrongly.
+    """
+    beta = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    slope = beta
+    for _ in range(_NEWTON_STEPS):
+        losses = [
+            ranking(beta * lengths_PK.clamp(min=1).double().log(), ranks_PK, mask_PK, **{**told, "denominator": 1}).loss
+            for lengths_PK, ranks_PK, mask_PK, told in rankings
+        ]
+        (slope,) = torch.autograd.grad(torch.stack(losses).sum(), beta, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope, beta)
+        slope = slope.detach()
+        if float(curvature) < _EPS:
+            break
+        step = float((slope / curvature).clamp(-1, 1))
+        beta.data -= step
+        if abs(step) < 1e-8:
+            return float(beta.detach())
+    return math.copysign(math.inf, -float(slope)) if float(slope) else 0.0
 
 
 def deviation(scores_PK: Float[Tensor, "P K"], mask_PK: Bool[Tensor, "P K"]) -> Float[Tensor, ""]:

@@ -61,6 +61,8 @@ def train_reward(
     stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=of_data)
     total_steps = stream.num_steps(config.epochs)
     loss = RewardLoss(model, config, seed=seed)
+    if config.length_offset:
+        loss.fit_length(micro_batches(samples, config, model.pad_id, attention_tokens=None))
     optimisation = Optimisation("reward", loss.parameters(), config.optimizer, total_steps)
     attention_tokens = packing.attention_tokens(model) if config.share_prompts else None
     watch, best = OverfittingWatch(), Best(optimisation.parameters)

@@ -8,7 +8,8 @@ micro-batch then follows its own part of the slope. The gradient is exact howeve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from heedful.batches import LossOut, RankingBatch, to_device
 from heedful.config.reward import RewardConfig
+from heedful.errors import DataError
 from heedful.models.heads import Heads, new_heads
 from heedful.models.parts import ScalarModel
 from heedful.objectives import masked, preference
@@ -101,6 +103,29 @@ class RewardLoss:
         """Of all prompts with a pair of this head, together"""
         self._num_rankings = 0
         self._seen: list[tuple[Tensor, RankingBatch]] = []
+        self.length_slopes_H = [0.0] * (1 if self.heads is None else len(self.heads.weight_HD))
+        """Nats per unit of log length that the loss adds to every head's scores (``length_offset``)"""
+
+    def fit_length(self, batches: Iterable[RankingBatch]) -> None:
+        """Find what ``length_offset`` gives to every answer, from all rankings that will be trained on.
+
+        Raises:
+            DataError: length alone orders every pair of a head.
+        """
+        told: list[list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]] = []
+        for batch in batches:
+            people = replace(batch, mask_PK=batch.mask_PK & ~batch.baits_PK)  # the length of a bait is chance
+            told.append([
+                (people.lengths_PK, x.ranks_PK, x.mask_PK, self._options(x, people) | {"margins_PKK": None})
+                for x in labels_of(people)
+            ])  # fmt: skip
+        slopes = [preference.length_slope(rankings) for rankings in zip(*told, strict=True)]
+        if not all(map(math.isfinite, slopes)):
+            raise DataError(
+                "length alone orders every training pair, so nothing is left for reward.length_offset to hold apart; "
+                "set it to 0, or give rankings in which a shorter answer wins here and a longer one there"
+            )
+        self.length_slopes_H = [self.config.length_offset * slope for slope in slopes]
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All that is trained, by name; heads that are not part of the model itself too."""
@@ -150,21 +175,18 @@ class RewardLoss:
 
     def _ranking_loss(self, batch: RankingBatch, states_RTD: Tensor, last_PKD: Tensor, scores_PKH: Tensor) -> Tensor:
         """Mean over the heads of what their rankings cost."""
-        options: dict[str, Any] = {
-            "label_smoothing": self.config.label_smoothing, **_soft(batch, self.config),
-            "margins_PKK": self.config.margin * batch.strengths_PKK if self.config.margin else None,
-        }  # fmt: skip
-        heads = []
-        for labels, total in zip(labels_of(batch), self._weights_H, strict=True):
-            weights_P = self._weights(labels, batch) * (1.0 if labels.weights_P is None else labels.weights_P)
-            own = {**options, "weights_P": weights_P, "denominator": total}
-            heads.append((labels.ranks_PK, labels.mask_PK, own))
+        heads = [
+            (labels.ranks_PK, labels.mask_PK, self._options(labels, batch) | {"denominator": total})
+            for labels, total in zip(labels_of(batch), self._weights_H, strict=True)
+        ]
+        offsets_PKH = self._length_offsets(batch)
         if self.config.form == "last":
             if self.length_head is not None:
                 scores_PKH = scores_PKH + self.length_head.scalars(last_PKD)[..., None]
+            explained_PKH = scores_PKH + offsets_PKH
             return _mean([
                 preference.ranking(scores_PK, ranks_PK, mask_PK, **own).loss
-                for scores_PK, (ranks_PK, mask_PK, own) in zip(scores_PKH.unbind(-1), heads, strict=True)
+                for scores_PK, (ranks_PK, mask_PK, own) in zip(explained_PKH.unbind(-1), heads, strict=True)
             ])  # fmt: skip
         place_T = torch.arange(int(batch.lengths_PK.max()), device=scores_PKH.device)
         columns_PKT = batch.columns_PK[..., None] - batch.lengths_PK[..., None] + 1 + place_T
@@ -175,11 +197,25 @@ class RewardLoss:
             values_RTH = values_RTH + self.length_head.scalars(states_RTD)[..., None]
         return _mean([
             preference.every_token(
-                values_RT[rows_PK1, columns_PKT], batch.ids_RT[rows_PK1, columns_PKT], batch.lengths_PK, ranks_PK,
-                mask_PK, **own,
+                values_RT[rows_PK1, columns_PKT] + offsets_PK[..., None], batch.ids_RT[rows_PK1, columns_PKT],
+                batch.lengths_PK, ranks_PK, mask_PK, **own,
             ).loss
-            for values_RT, (ranks_PK, mask_PK, own) in zip(values_RTH.unbind(-1), heads, strict=True)
+            for values_RT, offsets_PK, (ranks_PK, mask_PK, own)
+            in zip(values_RTH.unbind(-1), offsets_PKH.unbind(-1), heads, strict=True)
         ])  # fmt: skip
+
+    def _options(self, labels: Labels, batch: RankingBatch) -> dict[str, Any]:
+        """What the loss of one head is told besides ranks and mask, but for the denominator."""
+        return {
+            "label_smoothing": self.config.label_smoothing, **_soft(batch, self.config),
+            "margins_PKK": self.config.margin * batch.strengths_PKK if self.config.margin else None,
+            "weights_P": self._weights(labels, batch) * (1.0 if labels.weights_P is None else labels.weights_P),
+        }  # fmt: skip
+
+    def _length_offsets(self, batch: RankingBatch) -> Tensor:
+        """[P, K, H]: what the labels owe to length, which the scores then need not explain."""
+        slopes_H = torch.tensor(self.length_slopes_H, device=batch.lengths_PK.device)
+        return batch.lengths_PK.clamp(min=1).log()[..., None] * slopes_H
 
     def _weights(self, labels: Labels, batch: RankingBatch) -> Tensor:
         """[P]: what each prompt's mean over pairs weighs, 0 without a pair; no part of an ensemble's draws."""

@@ -16,6 +16,7 @@ from heedful.config.reward import RewardConfig
 from heedful.config.section import LoraConfig
 from heedful.data import tokenise
 from heedful.data.collate import ranking_batch
+from heedful.errors import DataError
 from heedful.models.roles import build_scalar
 from heedful.objectives import preference
 from heedful.records import Answer, Judgement, Message, Ranking
@@ -32,6 +33,7 @@ OPTIONS = {
     "pairs": {"weigh": "pairs", "labels": "votes", "ties": "half"},
     "every_token": {"form": "every_token", "ties": "half", "margin": 0.3},
     "penalties": {"zero_centre": 0.1, "length_penalty": 1.0, "max_spread": 0.2, "baits_per_ranking": 1},
+    "offset": {"length_offset": 0.7, "weigh": "pairs", "baits_per_ranking": 1, "form": "every_token"},
     "length_head": {"length_head": True, "form": "every_token", "baits_per_ranking": 1},
     "best_head": {"train": "head", "keep": "best", "length_head": True, "evaluate_every_steps": 1},
 }
@@ -190,6 +192,47 @@ def test_the_length_penalty_follows_the_exact_gradient(folder, target):
         assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * largest)
 
 
+@pytest.mark.parametrize("options", [{}, {"labels": "votes"}, {"weigh": "pairs", "label_smoothing": 0.1}])
+def test_the_length_offset_helps_the_loss_and_is_no_part_of_the_scores(folder, options):
+    """The loss is that of score + share · β · log length, β being best for length alone; what is told is the score."""
+    model = scalar(folder)
+    config = RewardConfig(length_offset=0.5, micro_batch_tokens=150, **options)
+    samples = voted_samples(model, 12, labels=config.labels)
+    batches = micro_batches(samples, config, model.pad_id, attention_tokens=None)
+    assert len(batches) > 1
+    loss = RewardLoss(model, config, seed=0)
+    loss.fit_length(batches)
+    with torch.no_grad():
+        found = sum(float(loss(part).loss) for part in loss.parts(batches))
+    batch = ranking_batch(samples, model.pad_id)
+    log_lengths = batch.lengths_PK.clamp(min=1).log()
+    num_pairs = preference.num_pairs(batch.ranks_PK, batch.mask_PK, targets_PKK=batch.targets_PKK, ties=config.ties)
+    weights = (num_pairs if config.weigh == "pairs" else num_pairs.sign()).float()
+
+    def cost(scores):
+        return float(preference.ranking(
+            scores, batch.ranks_PK, batch.mask_PK, targets_PKK=batch.targets_PKK, weights_P=weights,
+            label_smoothing=config.label_smoothing, denominator=float(weights.sum()),
+        ).loss)  # fmt: skip
+
+    beta = loss.length_slopes_H[0] / 0.5
+    assert abs(beta) > 0.05
+    assert cost(beta * log_lengths) < min(cost((beta - 0.1) * log_lengths), cost((beta + 0.1) * log_lengths))
+    with torch.no_grad():
+        scores = model.ranking_scores(batch)
+    assert found == pytest.approx(cost(scores + 0.5 * beta * log_lengths), rel=1e-5)
+    plain = preference.length_correlation(scores, batch.lengths_PK, batch.mask_PK)
+    assert loss.step_metrics()["length_correlation"] == pytest.approx(float(plain), abs=1e-5)
+
+
+def test_length_that_orders_every_pair_leaves_nothing_to_learn(folder):
+    model = scalar(folder)
+    samples = samples_of(model, [ranking(n, "it is, as far as I can tell, good", "bad") for n in range(6)])
+    loss = RewardLoss(model, RewardConfig(length_offset=1.0), seed=0)
+    with pytest.raises(DataError, match="length alone orders every training pair"):
+        loss.fit_length([ranking_batch(samples, model.pad_id)])
+
+
 def long_wins(num, start=0):
     """Good beats bad always; in four of five rankings the longer answer is the good one too."""
     long = "it is, as far as I can tell, "
@@ -213,6 +256,23 @@ def test_scores_are_kept_from_length(folder, tmp_path, options):
         correlations.append(float(preference.length_correlation(scores, batch.lengths_PK, batch.mask_PK)))
     assert correlations[0] > 0.3 and abs(correlations[1]) < 0.6 * correlations[0]
     assert cards[1].shorter_wins.value >= cards[0].shorter_wins.value
+
+
+def test_what_length_alone_explains_is_not_learned_with_the_offset(folder, tmp_path):
+    """Nothing but length tells the answers apart, and the longer one wins four times in five."""
+    texts = ("it is so as far as I can tell", "it is so")
+    records = [ranking(n, *texts[:: -1 if n % 5 == 0 else 1]) for n in range(80)]
+    leads = []
+    for n, share in enumerate((0.0, 1.0)):
+        model = scalar(folder)
+        samples, heldout = samples_of(model, records[:40]), samples_of(model, records[40:])
+        train(model, samples, heldout, tmp_path / str(n), epochs=2, length_offset=share)
+        batch = ranking_batch(heldout, model.pad_id)
+        with torch.no_grad():
+            scores = model.ranking_scores(batch)
+        longer = batch.lengths_PK.argmax(dim=1, keepdim=True)
+        leads.append(float((2 * scores.gather(1, longer)[:, 0] - scores.sum(dim=1)).mean()))
+    assert leads[0] > 0.5 and abs(leads[1]) < 0.3 * leads[0], leads
 
 
 def test_scores_love_length_as_much_as_the_ranks_do(folder, tmp_path):
