@@ -56,7 +56,7 @@ class Machine:
 
 CONTEXT_BYTES = int(0.6 * GIB)
 """Of CUDA with its libraries on every GPU; no tensor of ours."""
-LIBRARY_BYTES = int(0.55 * GIB)
+LIBRARY_BYTES = int(0.65 * GIB)
 """Python, torch for CPUs, transformers, peft, tokenizers and the data of a stage in main memory, as measured."""
 
 

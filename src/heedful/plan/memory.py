@@ -91,6 +91,9 @@ def _evaluate(setup: Setup) -> StagePlan:
     held = {**_libraries(setup), **_of_models([policy])}
     rows = min(config.batch_size, config.max_prompts)
     phases = [_rollout(setup, held, rows, setup.work.evaluate_prompt_tokens, answer)]
+    if setup.machine.kind == "cpu":  # the file is mapped, and its pages count as those of the process
+        of_file = {"policy: float weights": policy.num_own * FLOAT32, "policy: file": policy.num_own * FLOAT32}
+        phases.append(Phase("load", {**_libraries(setup), **of_file}))
     if recipe.reward is not None or recipe.model.reward:
         reader = Model("reward", setup.reward, True, FLOAT32, product_bytes=setup.s)
         length = setup.work.evaluate_prompt_tokens + answer

@@ -27,7 +27,7 @@ def open_run(recipe: Recipe, existing: str) -> RunFolder:
     if existing != "resume" or not (path / "recipe.yaml").exists():
         return RunFolder.create(path, recipe.model_dump(mode="json"))
     there = RunFolder.open(path)
-    difference = first_difference(there.recipe, recipe.model_dump(mode="json"), free=_free_keys(there))
+    difference = first_difference(_completed(there.recipe), recipe.model_dump(mode="json"), free=_free_keys(there))
     if difference:
         raise CheckpointError(
             f"{path} holds a run of another recipe: {difference}; give that recipe to resume it, or --new for a new run"
@@ -35,6 +35,14 @@ def open_run(recipe: Recipe, existing: str) -> RunFolder:
     folder = RunFolder.open(path, write=True)
     folder.set_recipe(recipe.model_dump(mode="json"))
     return folder
+
+
+def _completed(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A stored recipe with the keys that an earlier version did not have: their defaults leave a run as it was."""
+    try:
+        return Recipe.model_validate(recipe).model_dump(mode="json")
+    except ValueError:  # a key that this version does not have any more
+        return recipe
 
 
 def _free_keys(folder: RunFolder) -> set[str]:

@@ -60,6 +60,22 @@ def test_a_run_of_another_recipe_is_refused_and_left_as_it_was(recipe, calls, tm
     assert RunFolder.open(tmp_path / "runs" / "mine").status["state"] == "finished"
 
 
+def test_a_run_of_an_earlier_version_goes_on_where_a_later_key_has_its_default(recipe, calls):
+    main(["run", str(recipe)])
+    with pipeline.stages.open_run(calls[-1][0], "refuse") as run:
+        run.stage("sft", 1)
+        earlier = run.recipe
+        del earlier["sft"]["packing"]
+        run.set_recipe(earlier)
+    with pipeline.stages.open_run(calls[-1][0], "resume") as run:
+        assert run.recipe["sft"]["packing"] is False
+    with RunFolder.open(run.path, write=True) as there:
+        there.set_recipe(earlier)
+    main(["run", str(recipe), "--sft.packing", "true", "--resume"])
+    with pytest.raises(CheckpointError, match="sft.packing is False there and True here"):
+        pipeline.stages.open_run(calls[-1][0], "resume")
+
+
 def test_options_may_stand_before_the_recipe(recipe, calls):
     assert main(["run", "--sft.epochs", "3", str(recipe), "--resume"]) == 0
     assert calls[-1][0].sft.epochs == 3 and calls[-1][1]["existing"] == "resume"
