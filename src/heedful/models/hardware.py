@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import platform
 import random
 from pathlib import Path
@@ -79,6 +80,12 @@ def autocast(device: torch.device, dtype: torch.dtype) -> contextlib.AbstractCon
     if dtype == torch.float32:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype)
+
+
+def release_models() -> None:
+    """Free the models that nothing names any more, whose modules refer to each other, and give their memory back."""
+    gc.collect()
+    release_memory()
 
 
 def release_memory() -> None:

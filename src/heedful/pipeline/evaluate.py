@@ -15,6 +15,7 @@ def run_evaluate(context: Context, stage: StageFolder) -> dict[str, Any]:
     from heedful.data.files import write_jsonl
     from heedful.evaluate.gold import load_scorer, score_answers
     from heedful.evaluate.judge import judge
+    from heedful.models.hardware import release_models
     from heedful.models.load import load_tokenizer
     from heedful.models.roles import build_scalar
     from heedful.rollout.score import LearnedReward
@@ -31,7 +32,9 @@ def run_evaluate(context: Context, stage: StageFolder) -> dict[str, Any]:
     ).samples[: config.max_prompts]
     prompts = [p for p, _ in encoded]
     before = _answers(context, before_path, "before", encoded)
+    release_models()
     after = _answers(context, after_path, "after", encoded)
+    release_models()
     scores: dict[str, tuple[list[float], list[float]]] = {}
     if scorer is not None:
         gold = [
@@ -64,6 +67,7 @@ def _answers(context: Context, path: Path, side: str, encoded: list[Any]) -> lis
     assert config is not None
     policy = build_policy(path, lora=None, trained=False, **context.hardware())
     engine = HFEngine(policy, end_token_ids(policy.tokenizer), batch_size=config.batch_size)
+    del policy  # the engine has a copy
     limit = config.max_new_tokens or (recipe.ppo.sampling.max_new_tokens if recipe.ppo else 256)
     with Progress(f"Answers {side}", len(encoded)) as progress:
 

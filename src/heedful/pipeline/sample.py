@@ -330,7 +330,7 @@ class _Engines:
                     for (prompt, index, source), c in zip(part, given, strict=True)
                 ]
         del engine
-        hardware.release_memory()
+        hardware.release_models()
 
 
 def _collect(

@@ -103,14 +103,14 @@ def _planned(context: Context) -> dict[str, StagePlan]:
 
 
 def _run_stage(context: Context, stage: StageFolder, plan: StagePlan | None) -> None:
-    from heedful.models.hardware import release_memory, seed_everything
+    from heedful.models.hardware import release_models, seed_everything
     from heedful.pipeline.memory import PeakMeter, compared
 
     started, meter = time.perf_counter(), PeakMeter(context.hardware()["device"])
     seed_everything(context.recipe.seed)  # new adapters: the same whether the stages before ran in this process or not
     results = _runner(cast(Stage, stage.name))(context, stage)
     memory = compared(meter, plan)
-    release_memory()
+    release_models()
     seconds = time.perf_counter() - started
     training_seconds, peak = _training_seconds(stage), memory["measured_bytes"]
     stage.finish({**results, "seconds": seconds, "training_seconds": training_seconds, "peak_memory_bytes": peak,
