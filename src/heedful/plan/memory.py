@@ -88,12 +88,15 @@ def _evaluate(setup: Setup) -> StagePlan:
     assert config is not None
     policy = Model("policy", setup.base, False, FLOAT32, product_bytes=setup.s)
     answer = config.max_new_tokens or (recipe.ppo.sampling.max_new_tokens if recipe.ppo else 256)
-    rows = min(config.batch_size, config.max_prompts)
-    phases = [_rollout(setup, _libraries(setup), rows, setup.work.evaluate_prompt_tokens, answer)]
+    rows, held = min(config.batch_size, config.max_prompts), _libraries(setup)
     loaded = {"policy: float weights": policy.num_own * FLOAT32}
     if setup.machine.kind == "cpu":
         loaded["policy: file"] = policy.num_own * FLOAT32  # it is mapped, and its pages count as the process's
-    phases.append(Phase("load", {**_libraries(setup), **loaded}))
+    phases = [
+        Phase("load", {**held, **loaded}),
+        Phase("copy to the engine", {**held, **_of_models([policy]), "engine: parameters": _engine(setup)}),
+        _rollout(setup, held, rows, setup.work.evaluate_prompt_tokens, answer),
+    ]
     if recipe.reward is not None or recipe.model.reward:
         reader = Model("reward", setup.reward, True, FLOAT32, product_bytes=setup.s)
         length = setup.work.evaluate_prompt_tokens + answer

@@ -77,9 +77,12 @@ def test_bytes_of_frozen_twins_are_those_that_are_held(kind: str, frozen: str, t
 @pytest.mark.parametrize("kind", ["tied", "untied, biases"])
 def test_the_evaluation_holds_its_models_so_too(kind: str, tmp_path: Path) -> None:
     policy, reward = folders(tmp_path, kind)
-    rollout, score = plan_memory(setup(read_shape(policy)))[-1].phases
+    load, copy, rollout, score = plan_memory(setup(read_shape(policy)))[-1].phases
     options = {"lora": None, "trained": False, "device": CPU, "dtype": BF16}
-    assert rollout.parts["policy: parameters"] == held(build_policy(policy, **options).model)
+    whole = build_policy(policy, lora=None, trained=False, device=CPU, dtype=torch.float32).model
+    assert load.parts["policy: float weights"] == held(whole)
+    assert copy.parts["policy: parameters"] == held(build_policy(policy, **options).model)
+    assert "policy: parameters" not in rollout.parts and copy.parts["engine: parameters"] > 0
     assert score.parts["reward: parameters"] == held(build_scalar(reward, **options).model)
 
 
