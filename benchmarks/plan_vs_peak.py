@@ -73,7 +73,7 @@ def recipe_of(asked: argparse.Namespace, name: str, section: dict[str, Any]) -> 
         added = {"accept_weak_reward": True}
     else:
         num_prompts = len(_LOAD[stage](data_path(next(iter(data.values())))))
-        added = {"epochs": asked.steps * keys["prompts_per_step"] / num_prompts}
+        added = {"epochs": 4 * asked.steps * keys["prompts_per_step"] / num_prompts}
     return {
         "name": _folder(asked.out, name).name, "output": str(asked.out), "model": model, "data": data,
         stage: {**keys, **added},
@@ -104,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="alias or folder")
     parser.add_argument("--prompts", type=Path, required=True, help="what PPO answers")
-    parser.add_argument("--steps", type=int, default=4, help="of every stage, about")
+    parser.add_argument("--steps", type=int, default=4, help="of PPO; four times as many of the others")
     parser.add_argument("--only", action="append", metavar="PART", help="recipes whose names have this in them")
     parser.add_argument("--out", type=Path, default=Path("plan_vs_peak"))
     asked = parser.parse_args()

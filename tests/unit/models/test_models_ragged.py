@@ -14,12 +14,14 @@ from models_tiny import SHAPES, make_model, make_tokenizer
 from torch import Tensor, nn
 
 from heedful.batches import RankingBatch, TokenBatch
+from heedful.data.collate import packed_batch
 from heedful.errors import ModelError
 from heedful.models import ragged
 from heedful.models.parts import LanguageModel, Part
 from heedful.models.ragged import PIECE_STEP, ROW_STEP
 from heedful.models.recompute import recompute_activations
 from heedful.models.roles import build_policy, build_roles, build_scalar
+from heedful.records import TokenSample
 
 CPU = torch.device("cpu")
 LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", base="float")
@@ -272,3 +274,15 @@ def test_models_that_cannot_be_told_lengths_keep_their_padding(
     seen = seen_by_a_product(part)
     assert torch.equal(part.hidden(batch_of()), expected)
     assert seen[-1] == NUM_PADDED and NUM_TOKENS not in seen
+
+
+def test_packed_rows_and_batches_without_padding_come_in_rounded_shapes(folder: Callable[..., Path]) -> None:
+    part = some_part(folder)
+    seen = seen_by_a_product(part)
+    ids = [[5 + (7 * n) % 190 for n in range(length)] for length in (12, 9, 23)]
+    first, second, alone = (TokenSample(x, [True] * len(x), "") for x in ids)
+    packed = packed_batch([[first, second], [alone]], 0)
+    assert part.hidden(packed).shape[:2] == packed.inputs_BT.shape == (2, 22)
+    assert seen[-1] == 2 * 32
+    assert part.hidden(batch_of((21, 21, 21))).shape[:2] == (3, 21)
+    assert seen[-1] == 3 * 32
