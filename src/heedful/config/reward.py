@@ -77,10 +77,13 @@ class RewardConfig(Section):
     length_penalty: NonNegative = 0.0
     """Weight of the squared distance of the within-prompt correlation of score and log length from length_target;
     0 = off, 1 where the data love length."""
+    correct_length: bool = False
+    """After the training, turn the head away from length until the scores of training answers correlate with log length
+    as length_target says; nothing is trained for it, and it costs less accuracy than length_penalty."""
     length_target: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """What length_penalty holds the correlation to. None = that of the ranks of the same answers, so that scores love
-    length as much as people do and no more (0 with length_head); 0 = length must not show at all, which costs accuracy
-    where people have reasons to prefer longer answers."""
+    """What length_penalty and correct_length hold the correlation to. None = that of the ranks of the same answers, so
+    that scores love length as much as people do and no more (0 with length_head); 0 = length must not show at all,
+    which costs accuracy where people have reasons to prefer longer answers."""
     length_offset: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Share of what length alone explains of the training pairs (a logistic regression on log length) that is added to
     the scores in the loss and nowhere else, so that they learn what is left; 0 = off, 1 = all of it."""
@@ -113,8 +116,12 @@ class RewardConfig(Section):
     def _fits(self) -> RewardConfig:
         if self.train == "head" and self.lora is not None:
             raise ValueError("train: head leaves nothing for lora to adapt; take one of them")
-        if self.length_target is not None and not (self.length_penalty or self.length_head):
-            raise ValueError("length_target is what length_penalty holds the scores to; set length_penalty above 0")
+        if self.length_target is not None and not (self.length_penalty or self.length_head or self.correct_length):
+            raise ValueError(
+                "length_target is what correct_length and length_penalty hold the scores to; set one of them"
+            )
+        if self.correct_length and (self.attributes or self.ensemble > 1):
+            raise ValueError("correct_length works on one score; take length_penalty with attributes and ensembles")
         if self.length_offset and (self.length_penalty or self.length_head):
             raise ValueError(
                 "length_offset, length_penalty and length_head do one thing in three ways; take one of them"

@@ -312,6 +312,13 @@ class ScalarModel(Part):
         for parameter in self._head.parameters():
             parameter.copy_(weight_D if parameter.ndim == 2 else torch.zeros_like(parameter))
 
+    @torch.no_grad()
+    def turn_head(self, delta_D: Tensor) -> None:
+        """Add this row to the head's, for each of its outputs; a bias stays."""
+        for parameter in self._head.parameters():
+            if parameter.ndim == 2:
+                parameter += delta_D.to(parameter)
+
     def _read_head(self, hidden: Tensor) -> Tensor:
         with torch.autocast(self.device.type, enabled=False):
             outputs: Tensor = self._head(hidden.float())

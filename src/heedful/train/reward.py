@@ -27,6 +27,7 @@ from heedful.objectives import preference
 from heedful.records import RewardCard
 from heedful.runs.folder import StageFolder
 from heedful.train.best import Best
+from heedful.train.length_correction import correct_length, some_rankings
 from heedful.train.loop import Loop, tell
 from heedful.train.reward_loss import RewardLoss, labels_of
 from heedful.train.step import Optimisation, optimise
@@ -110,13 +111,27 @@ def train_reward(
     if best.step is not None:
         put(optimisation.parameters, best.weights)
         tell(f"reward model: the weights after step {best.step} of {total_steps} had the lowest held-out loss")
-    if best.step not in (None, total_steps) or not cards:  # or stopped after the last step
+    corrected = _corrected(model, samples, config, seed=seed) if config.correct_length else {}
+    if corrected or best.step not in (None, total_steps) or not cards:  # or stopped after the last step
         cards.append(reward_card(model, heldout, config, seed=seed, controls=controls, heads=loss.heads))
     loss.finish()
-    told: dict[str, Any] = {"kept_step": best.step or total_steps, "overfitting": watch.verdict()}
+    told: dict[str, Any] = {"kept_step": best.step or total_steps, "overfitting": watch.verdict(), **corrected}
     if told["overfitting"]:
         tell(f"reward model: {told['overfitting']}")
     return dataclasses.replace(cards[-1], train_accuracy=watch.train_accuracy, data={**cards[-1].data, **told})
+
+
+def _corrected(
+    model: ScalarModel, samples: Sequence[RankingSample], config: RewardConfig, *, seed: int
+) -> dict[str, Any]:
+    """Turn the finished head away from length; what was done, for the card."""
+    batches = micro_batches(some_rankings(samples, seed), config, model.pad_id, attention_tokens=None)
+    done = correct_length(model, batches, target=config.length_target)
+    tell(
+        f"reward model: the head was turned by {done.factor:.2f} per unit of log length: correlation with length "
+        f"{done.before:.2f} → {done.after:.2f}, wanted {done.target:.2f} (length is read with {done.readable:.2f})"
+    )
+    return {"length_correction": dataclasses.asdict(done)}
 
 
 def _seen(card: RewardCard) -> dict[str, float]:

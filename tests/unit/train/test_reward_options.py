@@ -22,6 +22,7 @@ from heedful.objectives import preference
 from heedful.records import Answer, Judgement, Message, Ranking
 from heedful.runs.folder import StageFolder
 from heedful.train import loop
+from heedful.train.length_correction import correct_length
 from heedful.train.reward import micro_batches, train_reward
 from heedful.train.reward_loss import LengthHead, RewardLoss
 from heedful.train.watch import OverfittingWatch
@@ -34,6 +35,7 @@ OPTIONS = {
     "every_token": {"form": "every_token", "ties": "half", "margin": 0.3},
     "penalties": {"zero_centre": 0.1, "length_penalty": 1.0, "max_spread": 0.2, "baits_per_ranking": 1},
     "offset": {"length_offset": 0.7, "weigh": "pairs", "baits_per_ranking": 1, "form": "every_token"},
+    "corrected": {"correct_length": True, "length_target": 0.0, "keep": "best", "evaluate_every_steps": 1},
     "length_head": {"length_head": True, "form": "every_token", "baits_per_ranking": 1},
     "best_head": {"train": "head", "keep": "best", "length_head": True, "evaluate_every_steps": 1},
 }
@@ -242,7 +244,10 @@ def long_wins(num, start=0):
     ]
 
 
-@pytest.mark.parametrize("options", [{"length_penalty": 3.0, "length_target": 0.0}, {"length_head": True}])
+@pytest.mark.parametrize("options", [
+    {"length_penalty": 3.0, "length_target": 0.0}, {"length_head": True},
+    {"correct_length": True, "length_target": 0.0, "baits_per_ranking": 1},
+])  # fmt: skip
 def test_scores_are_kept_from_length(folder, tmp_path, options):
     """After the same training the scores follow length less, and the shorter good answer wins as often or more."""
     cards, correlations = [], []
@@ -273,6 +278,48 @@ def test_what_length_alone_explains_is_not_learned_with_the_offset(folder, tmp_p
         longer = batch.lengths_PK.argmax(dim=1, keepdim=True)
         leads.append(float((2 * scores.gather(1, longer)[:, 0] - scores.sum(dim=1)).mean()))
     assert leads[0] > 0.5 and abs(leads[1]) < 0.3 * leads[0], leads
+
+
+@pytest.mark.parametrize("target", [None, 0.1])
+def test_the_head_is_turned_until_scores_follow_length_as_wanted(folder, target):
+    """What is told is what the scores then do; the trunk is left alone, and so is a head that needs nothing."""
+    model = scalar(folder)
+    samples = samples_of(model, long_wins(40))
+    batches = micro_batches(samples, RewardConfig(micro_batch_tokens=150), model.pad_id, attention_tokens=None)
+    whole = ranking_batch(samples, model.pad_id)
+
+    def correlation():
+        with torch.no_grad():
+            scores = model.ranking_scores(whole)
+        return float(preference.length_correlation(scores, whole.lengths_PK, whole.mask_PK)), float(scores.mean())
+
+    with torch.no_grad():  # a head that loves length
+        states = model.ranking_states(whole)[whole.rows_PK, whole.columns_PK]
+        model.set_head(10 * (states[:, 0] - states[:, 1])[1:5].mean(dim=0))  # the longer minus the shorter
+    trunk = [p.clone() for p in model.base.base_model.parameters()]
+    before, level = correlation()
+    done = correct_length(model, batches, target=target)
+    after, new_level = correlation()
+    people = float(preference.length_correlation(-whole.ranks_PK.float(), whole.lengths_PK, whole.mask_PK))
+    wanted = people if target is None else target
+    assert before > 0.9 and 0.5 < people < 0.9 and done.readable > 0.9
+    assert (done.before, done.after, done.target) == pytest.approx((before, after, wanted), abs=1e-4)
+    assert done.factor > 0 and after == pytest.approx(wanted, abs=1e-3)
+    assert abs(new_level - level) < 0.1 * done.factor
+    assert all(map(torch.equal, trunk, model.base.base_model.parameters()))
+    again = correct_length(model, batches, target=wanted + 0.1)
+    assert again.factor == 0 and correlation()[0] == pytest.approx(after, abs=1e-6)
+
+
+def test_the_card_and_the_saved_scores_are_those_of_the_turned_head(folder, tmp_path):
+    model = scalar(folder)
+    samples, heldout = samples_of(model, long_wins(40)), samples_of(model, long_wins(40, start=500))
+    card, _ = train(model, samples, heldout, tmp_path, epochs=2, correct_length=True, length_target=0.0)
+    done = card.data["length_correction"]
+    assert done["factor"] > 0 and done["after"] == pytest.approx(0, abs=1e-3) and done["before"] > 0.3
+    with torch.no_grad():
+        scores = model.ranking_scores(ranking_batch(heldout, model.pad_id))
+    assert card.score_mean == pytest.approx(float(scores.mean()), abs=1e-5)
 
 
 def test_scores_love_length_as_much_as_the_ranks_do(folder, tmp_path):
