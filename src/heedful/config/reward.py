@@ -78,12 +78,12 @@ class RewardConfig(Section):
     """Weight of the squared distance of the within-prompt correlation of score and log length from length_target;
     0 = off, 1 where the data love length."""
     correct_length: bool = False
-    """After the training, turn the head away from length until the scores of training answers correlate with log length
-    as length_target says; nothing is trained for it, and it costs less accuracy than length_penalty."""
+    """After the training, turn the head away from length: as far as the training pairs say when those that the shorter
+    answer won weigh as much as the others, or to length_target. Nothing is trained; it costs less than a penalty."""
     length_target: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """What length_penalty and correct_length hold the correlation to. None = that of the ranks of the same answers, so
-    that scores love length as much as people do and no more (0 with length_head); 0 = length must not show at all,
-    which costs accuracy where people have reasons to prefer longer answers."""
+    """What length_penalty and correct_length bring the correlation of score and log length to. None = for the penalty
+    that of the ranks of the same answers, so that scores love length as much as people do and no more (0 with
+    length_head); 0 = length must not show at all, which costs accuracy where people have reasons for longer answers."""
     length_offset: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Share of what length alone explains of the training pairs (a logistic regression on log length) that is added to
     the scores in the loss and nowhere else, so that they learn what is left; 0 = off, 1 = all of it."""

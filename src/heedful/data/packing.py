@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -104,13 +105,18 @@ def ranking_rows(shapes: Sequence[RankingShape], attention_tokens: float | None)
 
     Args:
         attention_tokens: length of a row at which attention costs as much as the rest of the model; None = every answer
-            in a row of its own.
+            in a row of its own; infinite = padding and attention between blocks are not computed, so every ranking is
+            a row, its prompt once.
     """
     if attention_tokens is None:
         return [
             [Block(p, (k,), shape.num_prompt_tokens + num)]
             for p, shape in enumerate(shapes)
             for k, num in enumerate(shape.num_answer_tokens)
+        ]
+    if math.isinf(attention_tokens):
+        return [
+            [Block(p, tuple(range(len(shape.num_answer_tokens))), shape.num_tokens)] for p, shape in enumerate(shapes)
         ]
     longest = max(shape.longest for shape in shapes)
     widest = min(4 * longest, max(shape.num_tokens for shape in shapes))
@@ -132,7 +138,8 @@ def padded_tokens(rows: Sequence[Sequence[Block]]) -> int:
 def ranking_batches(
     shapes: Sequence[RankingShape], micro_batch_tokens: int, attention_tokens: float | None
 ) -> list[list[int]]:
-    """Indices of whole rankings in groups whose :func:`ranking_rows` are within the budget of padded tokens.
+    """Indices of whole rankings in groups whose :func:`ranking_rows` are within the budget of padded tokens, or of real
+    ones where padding is not computed.
 
     Longest sequence first; a ranking above the budget is alone in its group; every index occurs once.
     """
@@ -140,8 +147,10 @@ def ranking_batches(
     rest = sorted(range(len(shapes)), key=lambda index: -shapes[index].longest)
 
     def is_too_much(num: int) -> bool:
-        rows = ranking_rows([shapes[i] for i in rest[:num]], attention_tokens)
-        return padded_tokens(rows) > micro_batch_tokens
+        chosen = [shapes[i] for i in rest[:num]]
+        if attention_tokens is not None and math.isinf(attention_tokens):
+            return sum(shape.num_tokens for shape in chosen) > micro_batch_tokens
+        return padded_tokens(ranking_rows(chosen, attention_tokens)) > micro_batch_tokens
 
     while rest:
         least = itertools.accumulate(shapes[i].num_tokens for i in rest)  # that the first so many can take

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -14,9 +16,11 @@ from heedful.models.parts import ScalarModel
 
 def attention_tokens(model: ScalarModel) -> float | None:
     """As :func:`~heedful.data.packing.attention_tokens_of`, for :func:`~heedful.data.packing.ranking_rows`; None where
-    rankings cannot be packed on this model."""
+    rankings cannot be packed on this model, infinite where wide rows cost nothing, being computed in pieces."""
     if not _can_pack(model):
         return None
+    if model.can_be_ragged(with_prompts=True):
+        return math.inf
     config = model.base.config.get_text_config()
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)

@@ -22,7 +22,7 @@ from heedful.models.hardware import autocast
 from heedful.models.heads import Heads
 from heedful.models.load import scalar_head
 from heedful.models.lora import Adapters, base_of, is_adapted, one_list
-from heedful.models.ragged import PIECE_STEP, can_be_ragged, is_worth_it, last_hidden_states
+from heedful.models.ragged import PIECE_STEP, can_be_ragged, is_possible, is_worth_it, last_hidden_states
 from heedful.objectives.logprobs import exact_kl, token_logprobs
 from heedful.records import Message
 
@@ -42,7 +42,7 @@ class Part(ABC):
         alone = is_adapted(model) and adapters is None
         self._off = Adapters((), one_list(model)) if alone else None
         self._packing_checked = False
-        self._can_be_ragged: bool | None = None  # not tried yet
+        self._can_be_ragged: dict[bool, bool] = {}  # with prompts or without, once tried
 
     @property
     def rounding(self) -> float:
@@ -107,10 +107,12 @@ class Part(ABC):
                 f"a sequence of {num_tokens} tokens is longer than the {limit} positions of this model; "
                 f"lower max_tokens, max_prompt_tokens or max_new_tokens"
             )
-        leaves_padding_out = not packed and self._leaves_padding_out(attention_mask_BT)
+        takes_pieces = self._takes_pieces(attention_mask_BT, packed=packed, with_prompts=prompts_BT is not None)
         with autocast(self.device, self.dtype), self.acting():
-            if leaves_padding_out:
-                return last_hidden_states(self.base.base_model, ids_BT, attention_mask_BT, position_ids_BT, self.dtype)
+            if takes_pieces:
+                return last_hidden_states(
+                    self.base.base_model, ids_BT, attention_mask_BT, position_ids_BT, self.dtype, prompts_BT=prompts_BT
+                )
             marks_BT = self._widened(attention_mask_BT)
             prompts_BT = None if prompts_BT is None else self._widened(prompts_BT)
             out = self.base.base_model(
@@ -131,17 +133,24 @@ class Part(ABC):
         filled = max(width, min(-(-width // PIECE_STEP) * PIECE_STEP, *limits))
         return pad(x_BT, (0, int(filled) - width))
 
-    def _leaves_padding_out(self, attention_mask_BT: Tensor) -> bool:
+    def _takes_pieces(self, marks_BT: Tensor, *, packed: bool, with_prompts: bool) -> bool:
+        """Whether this batch is computed in pieces, without padding and without attention between them."""
         config = self.base.config.get_text_config()
-        if not is_worth_it(config, attention_mask_BT):
+        return is_worth_it(config, marks_BT, packed=packed) and self.can_be_ragged(with_prompts=with_prompts)
+
+    def can_be_ragged(self, *, with_prompts: bool) -> bool:
+        """Whether pieces come out as they do with padding: tried once."""
+        config = self.base.config.get_text_config()
+        if self.device.type != "cpu" or not is_possible(config):
             return False
-        if self._can_be_ragged is None:
+        if with_prompts not in self._can_be_ragged:
             # in a context of its own: autocast would keep the casts of this trial, which have no gradients
             with autocast(self.device, self.dtype), self.acting():
-                self._can_be_ragged = can_be_ragged(
-                    self.base.base_model, self.dtype, vocabulary=config.vocab_size, tolerance=self.rounding
-                )
-        return self._can_be_ragged
+                self._can_be_ragged[with_prompts] = can_be_ragged(
+                    self.base.base_model, self.dtype, vocabulary=config.vocab_size, tolerance=self.rounding,
+                    with_prompts=with_prompts,
+                )  # fmt: skip
+        return self._can_be_ragged[with_prompts]
 
     def _packed_mask(self, numbers_BT: Tensor, prompts_BT: Tensor | None = None) -> Tensor | None:
         from heedful.data.collate import block_attention_mask

@@ -1,10 +1,12 @@
 """A trained score turned away from length: its head moves, nothing is trained.
 
 How long an answer is can be read from the last hidden state nearly exactly, whatever the score makes of it. Ridge
-regression finds the row w that reads it; the head q becomes q − λ w, with the λ at which the scores of the training
-answers follow log length as much as they should and no more. It takes one pass over some rankings without gradients;
-the model that leaves is an ordinary one. Of published methods the nearest corrects scores by length from outside (Huang
-et al. 2024, post-hoc reward calibration), which no file format of a reward model could hold.
+regression finds the row w that reads log length; the head q becomes q − λ w. λ has the lowest ranking loss over the
+training pairs when those in which the shorter answer won weigh as much, all together, as the others: then length alone
+says nothing about who wins, and what a score owes to it only costs. Or λ is the least at which the scores follow length
+no more than was asked. One pass over some rankings without gradients; the model that leaves is an ordinary one. Of
+published methods the nearest corrects scores by length from outside (Huang et al. 2024, post-hoc reward calibration),
+which no file format of a reward model could hold.
 
 Dimension letters: N answers, P rankings, K answers of a ranking, D hidden width.
 """
@@ -30,6 +32,8 @@ NUM_RANKINGS = 512
 _RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 """Strengths that are tried, in units of the mean square of a hidden dimension."""
 _HALVINGS = 50
+_LARGEST = 1e6
+"""A factor beyond it means that length cannot be read at all"""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,6 @@ class LengthCorrection:
     before: float
     """Correlation of score and log length within prompts (:func:`~heedful.objectives.preference.length_correlation`)"""
     after: float
-    target: float
     readable: float
     """Correlation of log length and what is read of it, on rankings that were not fitted"""
 
@@ -57,19 +60,16 @@ def some_rankings(samples: Sequence[T], seed: int) -> list[T]:
 def correct_length(
     model: ScalarModel, batches: Sequence[RankingBatch], *, target: float | None
 ) -> LengthCorrection:
-    """Turn the head of ``model`` so that its scores correlate with log length as ``target`` says.
-
-    The level of the scores stays about as it was. Scores that follow length less than that are left alone.
+    """Turn the head of ``model`` away from length; the level of the scores stays about as it was.
 
     Args:
         batches: rankings that it was trained on; baits in them do not count, their length is chance.
-        target: a correlation in [−1, 1]; None = that of the ranks of the same answers.
+        target: correlation of score and log length that is left, in [−1, 1]; None = what the pairs say, those that the
+            shorter answer won weighing as much as the others.
     """
     pool = pooled([(_last_states(model, batch), batch) for batch in batches])
     states_PKD, mask_PK, lengths_PK = pool.scores_PKH, pool.mask_PK, pool.lengths_PK
     scores_PK = model.scalars(states_PKD.to(model.device)).cpu().double()
-    if target is None:
-        target = float(preference.length_correlation(-pool.ranks_PK.double(), lengths_PK, mask_PK))
     states_ND = _centred(states_PKD.double(), mask_PK)
     lengths_N = _centred(lengths_PK.clamp(min=1).double().log()[..., None], mask_PK)[:, 0]
     is_odd_N = (torch.arange(len(mask_PK)) % 2 > 0)[:, None].expand_as(mask_PK)[mask_PK]
@@ -81,9 +81,14 @@ def correct_length(
     def correlation(factor: float) -> float:
         return float(preference.length_correlation(scores_PK - factor * read_PK, lengths_PK, mask_PK))
 
-    factor = _factor(correlation, target)
+    if target is None:
+        won_PKK = preference.better(pool.ranks_PK, mask_PK)
+        leads = [(x_PK[:, :, None] - x_PK[:, None, :])[won_PKK] for x_PK in (scores_PK, read_PK, lengths_PK)]
+        factor = _least(_excess_of_length(*leads))
+    else:
+        factor = _least(lambda factor: correlation(factor) - target)
     model.turn_head((-factor * weight_D).float().to(model.device))
-    return LengthCorrection(factor, correlation(0.0), correlation(factor), target, readable)
+    return LengthCorrection(factor, correlation(0.0), correlation(factor), readable)
 
 
 def _last_states(model: ScalarModel, batch: RankingBatch) -> Tensor:
@@ -114,16 +119,23 @@ def _readable(states_ND: Tensor, lengths_N: Tensor, is_odd_N: Tensor, ridge: flo
     return float(read_N @ lengths_N / (read_N.norm() * lengths_N.norm()).clamp(min=1e-12))
 
 
-def _factor(correlation: Callable[[float], float], target: float) -> float:
-    """The least λ ≥ 0 at which the correlation, which falls with it, is the target or less."""
-    if correlation(0.0) <= target:
+def _excess_of_length(scores_M: Tensor, read_M: Tensor, lengths_M: Tensor) -> Callable[[float], float]:
+    """Minus the slope in λ of the balanced ranking loss of M pairs, given by how the winner leads in each number."""
+    kinds = [kind_M / kind_M.sum() for kind_M in ((lengths_M < 0).double(), (lengths_M > 0).double()) if kind_M.any()]
+    weights_M = sum(kinds) if len(kinds) == 2 else torch.zeros_like(scores_M)  # one kind alone cannot be balanced
+    return lambda factor: float(-(weights_M * torch.sigmoid(factor * read_M - scores_M) * read_M).sum())
+
+
+def _least(excess: Callable[[float], float]) -> float:
+    """The least λ ≥ 0 at which ``excess``, which falls with it, is not above 0; 0 where there is none."""
+    if excess(0.0) <= 0:
         return 0.0
     low, high = 0.0, 1.0
-    while correlation(high) > target:
+    while excess(high) > 0:
         low, high = high, 2 * high
-        if high > 2.0**_HALVINGS:  # length cannot be read from the states at all
+        if high > _LARGEST:
             return 0.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if correlation(middle) > target else (low, middle)
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
     return high

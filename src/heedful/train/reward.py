@@ -129,7 +129,7 @@ def _corrected(
     done = correct_length(model, batches, target=config.length_target)
     tell(
         f"reward model: the head was turned by {done.factor:.2f} per unit of log length: correlation with length "
-        f"{done.before:.2f} → {done.after:.2f}, wanted {done.target:.2f} (length is read with {done.readable:.2f})"
+        f"{done.before:.2f} → {done.after:.2f} (it is read with a correlation of {done.readable:.2f})"
     )
     return {"length_correction": dataclasses.asdict(done)}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -129,6 +130,7 @@ def test_models_that_cannot_pack_say_so(folder: Callable[..., Path], monkeypatch
     assert attention_tokens(model) is None, "takes no mask"
     monkeypatch.undo()
     monkeypatch.setattr(ScalarModel, "_packed_mask", lambda *_: None)
+    monkeypatch.setattr(ScalarModel, "can_be_ragged", lambda *_, **__: False)
     assert attention_tokens(model) is None, "a model that ignores the mask is found out by trying"
 
 
@@ -140,4 +142,6 @@ def test_attention_weighs_by_the_shape_of_the_model(folder: Callable[..., Path])
     width = config.num_attention_heads * config.head_dim
     layer = 2 * D * width + 2 * D * kv + 3 * D * config.intermediate_size + 2 * D
     num_weights = config.num_hidden_layers * layer + D + D  # the last norm and the head
+    assert attention_tokens(model) == math.inf, "in pieces, wide rows cost nothing"
+    model = scalar(folder("Llama"), "sdpa")
     assert attention_tokens(model) == pytest.approx(num_weights / (2 * config.num_hidden_layers * width) / 2)

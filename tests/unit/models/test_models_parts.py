@@ -122,7 +122,8 @@ def test_a_model_that_ignores_the_packing_mask_is_refused(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = language_model(folder())
-    monkeypatch.setattr(part, "_packed_mask", lambda numbers_BT: (numbers_BT > 0).long())
+    monkeypatch.setattr(part, "_packed_mask", lambda numbers_BT, _: (numbers_BT > 0).long())
+    monkeypatch.setattr(part, "can_be_ragged", lambda **_: False)
     with pytest.raises(ModelError, match="packed samples see each other"):
         part.logprobs(packed(ROWS))
 

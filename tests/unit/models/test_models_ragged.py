@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,11 @@ from models_tiny import SHAPES, make_model, make_tokenizer
 from torch import Tensor, nn
 
 from heedful.batches import RankingBatch, TokenBatch
-from heedful.data.collate import packed_batch
+from heedful.data.collate import packed_batch, ranking_batch
+from heedful.data.tokenise import RankingSample
 from heedful.errors import ModelError
 from heedful.models import ragged
+from heedful.models.packing import attention_tokens
 from heedful.models.parts import LanguageModel, Part
 from heedful.models.ragged import PIECE_STEP, ROW_STEP
 from heedful.models.recompute import recompute_activations
@@ -54,7 +57,7 @@ def seen_by_a_product(part: Part) -> list[int]:
 def padded(part: Part, monkeypatch: pytest.MonkeyPatch, run: Callable[[], Any]) -> Any:
     """The result with padding."""
     with monkeypatch.context() as patch:
-        patch.setattr("heedful.models.parts.is_worth_it", lambda *_: False)
+        patch.setattr("heedful.models.parts.is_worth_it", lambda *_, **__: False)
         return run()
 
 
@@ -221,7 +224,7 @@ def test_a_batch_of_hardly_any_padding_takes_no_detour(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]
 ) -> None:
     part = some_part(folder)
-    monkeypatch.setattr("heedful.models.parts.last_hidden_states", lambda *_: pytest.fail("a detour"))
+    monkeypatch.setattr("heedful.models.parts.last_hidden_states", lambda *_, **__: pytest.fail("a detour"))
     part.hidden(batch_of(lengths))
 
 
@@ -252,10 +255,13 @@ def test_positions_end_where_the_model_says(folder: Callable[..., Path]) -> None
 def test_models_whose_tokens_run_on_keep_their_padding() -> None:
     trunk = make_model("Llama", make_tokenizer()).base_model
     trunk.set_attn_implementation("eager")
-    assert ragged.can_be_ragged(trunk, torch.float32, vocabulary=100, tolerance=1e-3)
+    known: dict[str, Any] = {"vocabulary": 100, "tolerance": 1e-3}
+    for with_prompts in (False, True):
+        assert ragged.can_be_ragged(trunk, torch.float32, with_prompts=with_prompts, **known)
     mixer = trunk.layers[0].mlp
     mixer.register_forward_hook(lambda _, __, out: out + out.roll(1, dims=1))  # as a convolution over tokens does
-    assert not ragged.can_be_ragged(trunk, torch.float32, vocabulary=100, tolerance=1e-3)
+    for with_prompts in (False, True):
+        assert not ragged.can_be_ragged(trunk, torch.float32, with_prompts=with_prompts, **known)
 
 
 def test_models_that_cannot_be_told_lengths_keep_their_padding(
@@ -276,13 +282,47 @@ def test_models_that_cannot_be_told_lengths_keep_their_padding(
     assert seen[-1] == NUM_PADDED and NUM_TOKENS not in seen
 
 
-def test_packed_rows_and_batches_without_padding_come_in_rounded_shapes(folder: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(("in_pieces", "num_packed"), [(True, 128), (False, 3 * 32)])
+def test_packed_rows_and_batches_without_padding_come_in_rounded_shapes(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, in_pieces: bool, num_packed: int
+) -> None:
     part = some_part(folder)
+    if not in_pieces:
+        monkeypatch.setattr(part, "can_be_ragged", lambda **_: False)
     seen = seen_by_a_product(part)
-    ids = [[5 + (7 * n) % 190 for n in range(length)] for length in (12, 9, 23)]
+    ids = [[5 + (7 * n) % 190 for n in range(length)] for length in (12, 9, 30)]
     first, second, alone = (TokenSample(x, [True] * len(x), "") for x in ids)
-    packed = packed_batch([[first, second], [alone]], 0)
-    assert part.hidden(packed).shape[:2] == packed.inputs_BT.shape == (2, 22)
-    assert seen[-1] == 2 * 32
+    packed = packed_batch([[first, second], [alone], [alone]], 0)  # 77 real tokens in 3 rows of 29
+    hidden_RTD = part.hidden(packed)
+    assert hidden_RTD.shape[:2] == packed.inputs_BT.shape == (3, 29)
+    assert seen[-1] == num_packed
+    apart = part.hidden(packed_batch([[second]], 0))[0]
+    assert torch.allclose(hidden_RTD[0, 11:19], apart, atol=1e-5)
     assert part.hidden(batch_of((21, 21, 21))).shape[:2] == (3, 21)
     assert seen[-1] == 3 * 32
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2"])
+def test_rankings_are_computed_token_by_token_with_every_prompt_once(folder: Callable[..., Path], kind: str) -> None:
+    """Scores and gradients are those of separate rows; no more tokens are multiplied than there are."""
+    model = build_scalar(folder(kind), lora=None, device=CPU, dtype=torch.float32, new_head=True)
+    samples = []
+    for n, (prompt, answers) in enumerate(((9, (4, 30, 11)), (21, (1, 2, 17, 5)), (3, (40, 40)))):
+        asked = [(5 + 3 * n + k) % 200 for k in range(prompt)]
+        sequences = [asked + [(50 + a + k) % 200 for k in range(a)] for a in answers]
+        places = list(range(len(answers)))
+        samples.append(RankingSample(str(n), "", sequences, places, [str(k) for k in places], prompt, places))
+    assert attention_tokens(model) == math.inf
+    seen = seen_by_a_product(model)
+    found = []
+    for tokens in (math.inf, None):
+        batch = ranking_batch(samples, model.pad_id, attention_tokens=tokens)
+        model.model.zero_grad()
+        scores_PK = model.ranking_scores(batch)[batch.mask_PK]
+        (scores_PK * torch.arange(1, len(scores_PK) + 1)).sum().backward()
+        found.append(([p.grad.clone() for p in model.model.parameters() if p.grad is not None], scores_PK.detach()))
+    num_tokens = sum(s.num_prompt_tokens + sum(len(x) - s.num_prompt_tokens for x in s.sequences) for s in samples)
+    assert num_tokens == 183 and seen[0] == 192
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-5)
+    largest = max(float(g.abs().max()) for g in found[1][0])
+    assert all(torch.allclose(a, b, atol=1e-5 * largest) for a, b in zip(found[0][0], found[1][0], strict=True))
