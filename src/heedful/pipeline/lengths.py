@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,19 +66,21 @@ def _content(token: Any) -> str:
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
 
 
-def of_data(recipe: Recipe, folder: Path, shape: ModelShape) -> Workload:
+def of_data(recipe: Recipe, folder: Path, shape: ModelShape, *, in_pieces: bool = False) -> Workload:
     """The work of a recipe with the lengths of its own data; its limits where a file or the tokenizer cannot be read.
 
     Args:
         folder: of the model that everything starts from, whose tokenizer counts.
+        in_pieces: packed rows are computed in pieces (``models/ragged.py``), so that attention is never wider than the
+            longest sequence.
     """
     limits = of_limits(recipe, shape.max_positions)
     try:
         count = TokenCounter(folder)
         prompts, questions = _prompt_lengths(recipe, count)
         return Workload(
-            sft=_sft(recipe, count),
-            reward=_reward(recipe, count, shape),
+            sft=_sft(recipe, count, in_pieces=in_pieces),
+            reward=_reward(recipe, count, shape, in_pieces=in_pieces),
             ppo=of_ppo(recipe.ppo, max(prompts), sum(prompts) / len(prompts)) if recipe.ppo and prompts else limits.ppo,
             prompt_tokens=max(prompts, default=limits.prompt_tokens),
             evaluate_prompt_tokens=max(questions, default=limits.evaluate_prompt_tokens),
@@ -91,7 +94,7 @@ def of_data(recipe: Recipe, folder: Path, shape: ModelShape) -> Workload:
         return limits
 
 
-def _sft(recipe: Recipe, count: TokenCounter) -> StageWork | None:
+def _sft(recipe: Recipe, count: TokenCounter, *, in_pieces: bool) -> StageWork | None:
     from heedful.data.load import load_demonstrations
 
     config = recipe.sft
@@ -110,7 +113,9 @@ def _sft(recipe: Recipe, count: TokenCounter) -> StageWork | None:
     num, budget = config.prompts_per_step, config.micro_batch_tokens
     if config.packing:
         width = max(budget, lengths[0])
-        largest = Batch(1, width, round(width * share), max(1, round(num * mean / width)), packed=True)
+        row_tokens = lengths[0] if in_pieces else width
+        rows = math.ceil(width / row_tokens)
+        largest = Batch(rows, row_tokens, round(width * share), max(1, round(num * mean / width)), packed=True)
     else:
         largest = padded(num, lengths[0] - 1, round(lengths[0] * share), budget)
         # longest first: the others of the step share what is left of the budget with their own lengths
@@ -124,7 +129,7 @@ def _demonstration(record: Demonstration, count: TokenCounter) -> tuple[int, int
     return count.messages(record.messages[:-1]), count.text(record.messages[-1].content) + 1
 
 
-def _reward(recipe: Recipe, count: TokenCounter, shape: ModelShape) -> StageWork | None:
+def _reward(recipe: Recipe, count: TokenCounter, shape: ModelShape, *, in_pieces: bool) -> StageWork | None:
     from heedful.data.load import load_rankings
 
     config = recipe.reward
@@ -133,19 +138,23 @@ def _reward(recipe: Recipe, count: TokenCounter, shape: ModelShape) -> StageWork
     records = load_rankings(data_path(recipe.data.rankings), on_bad_row=recipe.data.on_bad_row)
     longest = (_ranking(r, count, config.max_tokens) for r in _longest(records, _num_characters))
     shapes = sorted((found for found in longest if found is not None), key=lambda found: -found.num_tokens)
-    attention = attention_tokens(shape) if config.share_prompts else None
+    attention = None if not config.share_prompts else math.inf if in_pieces else attention_tokens(shape)
     sampled = (_ranking(r, count, config.max_tokens) for r in _spread(records))
     spread = [found for found in sampled if found is not None]
     num, budget = config.prompts_per_step, config.micro_batch_tokens
     # long rankings make wide rows; shorter ones fill the budget
     steps = [shapes[:num], *(spread[i : i + num] for i in range(0, len(spread), num))]
-    batches = [
-        [ranking_rows([step[i] for i in group], attention) for group in ranking_batches(step, budget, attention)]
-        for step in steps
-    ]
-    kept_as = attention or attention_tokens(shape)
-    rows = max(itertools.chain(*batches), key=lambda rows: padded_tokens(rows) * (1 + row_width(rows) / kept_as))
-    largest = Batch(len(rows), row_width(rows), 0, max(map(len, batches)), packed=attention is not None)
+    batches = [[[step[i] for i in group] for group in ranking_batches(step, budget, attention)] for step in steps]
+    if attention == math.inf:
+        group = max(itertools.chain(*batches), key=lambda group: sum(found.num_tokens for found in group))
+        row_tokens = max(found.longest for found in group)
+        num_rows = math.ceil(sum(found.num_tokens for found in group) / row_tokens)
+    else:
+        kept_as = attention or attention_tokens(shape)
+        each = [ranking_rows(group, attention) for group in itertools.chain(*batches)]
+        rows = max(each, key=lambda rows: padded_tokens(rows) * (1 + row_width(rows) / kept_as))
+        num_rows, row_tokens = len(rows), row_width(rows)
+    largest = Batch(num_rows, row_tokens, 0, max(map(len, batches)), packed=attention is not None)
     mean = sum(found.num_tokens for found in spread) / max(1, len(spread))
     num_trained = len(records) * (1 if recipe.data.heldout_rankings else 1 - recipe.data.heldout_fraction)
     return StageWork(largest, max(1, round(config.epochs * num_trained / num)), num * mean)

@@ -40,8 +40,12 @@ def setup_of(recipe: Recipe, machine: Machine | None = None, *, shape: str | Non
     if recipe.ppo is not None:
         others = {part.model for part in recipe.ppo.reward_parts.values()} - {None, "run:reward"}
         more = [base if shape else _shape_of(name, _folder_of(name)) for name in sorted(x for x in others if x)]
-    work = of_limits(recipe, base.max_positions) if base_folder is None else of_data(recipe, base_folder, base)
-    return Setup(recipe, base, reward, machine or this_machine(recipe.model.device), work, tuple(more))
+    machine = machine or this_machine(recipe.model.device)
+    work = of_limits(recipe, base.max_positions)
+    if base_folder is not None:
+        in_pieces = machine.kind == "cpu" and machine.is_eager(recipe.model.attention)
+        work = of_data(recipe, base_folder, base, in_pieces=in_pieces)
+    return Setup(recipe, base, reward, machine, work, tuple(more))
 
 
 def plan(recipe: Recipe, machine: Machine | None = None, *, shape: str | None = None) -> list[StagePlan]:

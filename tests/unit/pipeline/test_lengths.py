@@ -68,7 +68,7 @@ def test_wide_rows_weigh_as_they_do_on_the_model(toy_model):
     import torch
 
     device, dtype = torch.device("cpu"), torch.float32
-    model = load_scalar(toy_model, dtype=dtype, device=device, head="new")
+    model = load_scalar(toy_model, dtype=dtype, device=device, head="new", attention="sdpa")
     part = ScalarModel(model, load_tokenizer(toy_model), device, dtype)
     assert attention_tokens(read_shape(toy_model)) == pytest.approx(attention_tokens_of_model(part), rel=0.01)
 
