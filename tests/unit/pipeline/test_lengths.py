@@ -64,6 +64,26 @@ def test_the_largest_batches_are_those_of_the_stages(recipe, toy_model):
     assert work.prompt_tokens == max(len(prompt_ids(tokenizer, p.messages)) for p in load_prompts(recipe.data.prompts))
 
 
+def test_in_pieces_real_tokens_count_and_no_row_is_wider_than_its_longest_sequence(recipe, toy_model):
+    import math
+
+    from heedful.train.reward import micro_batches as reward_batches
+
+    recipe = recipe.model_copy(update={"sft": recipe.sft.model_copy(update={"packing": True})})
+    work = of_data(recipe, toy_model, read_shape(toy_model), in_pieces=True)
+    records = load_rankings(recipe.data.rankings)
+    tokenizer = load_tokenizer(toy_model)
+    rankings = tokenise.rankings(records, [training_ranks(r) for r in records], tokenizer, max_tokens=128).samples
+    widest = sorted(rankings, key=lambda r: -sum(map(len, r.sequences)))[: recipe.reward.prompts_per_step]
+    batches = reward_batches(widest, recipe.reward, 0, attention_tokens=math.inf)
+    largest = work.reward.largest
+    most = max(int((batch.attention_mask_RT > 0).sum()) for batch in batches)
+    assert 0.9 * most <= largest.rows * largest.row_tokens < 1.1 * most + largest.row_tokens
+    assert largest.row_tokens <= max(len(ids) for r in rankings for ids in r.sequences)
+    whole = of_data(recipe, toy_model, read_shape(toy_model)).sft.largest
+    assert whole.rows == 1 and work.sft.largest.row_tokens < whole.row_tokens <= work.sft.largest.tokens
+
+
 def test_wide_rows_weigh_as_they_do_on_the_model(toy_model):
     import torch
 
