@@ -63,7 +63,7 @@ def train_reward(
     total_steps = stream.num_steps(config.epochs)
     loss = RewardLoss(model, config, seed=seed)
     if config.length_offset:
-        loss.fit_length(micro_batches(samples, config, model.pad_id, attention_tokens=None))
+        loss.fit_length(ranking_batch(samples[n : n + 64], model.pad_id) for n in range(0, len(samples), 64))
     optimisation = Optimisation("reward", loss.parameters(), config.optimizer, total_steps)
     attention_tokens = packing.attention_tokens(model) if config.share_prompts else None
     watch, best = OverfittingWatch(), Best(optimisation.parameters)
