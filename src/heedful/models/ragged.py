@@ -40,7 +40,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens next to each other in the row, which see themselves and the piece that is their prompt, if there is one."""
+    """Tokens next to each other in the row, which see themselves and their prompt, another piece, if they have one."""
 
     start: int
     length: int
