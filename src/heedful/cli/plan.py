@@ -15,7 +15,7 @@ EPILOG = """Every key of the recipe is an option too: --ppo.lora.rank 16.
 
 Exit code 0: every stage fits. 2: one does not, or RECIPE cannot be used."""
 GROUPS = {
-    "weights": ("parameters", "averaged and best weights", "best weights", "merged copy"),
+    "weights": ("parameters", "averaged and best weights", "best weights", "merged copy", "float weights", "file"),
     "gradients": ("gradients", "embedding gradient"),
     "optimizer": ("optimizer",),
     "activations": ("activations", "working memory", "casts of weights", "holes in the heap"),

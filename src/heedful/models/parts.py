@@ -5,28 +5,26 @@ Dimension letters: B sequences, N sequences to score, T tokens, V vocabulary, D 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from heedful.batches import RankingBatch, TokenBatch
+from heedful.data.packing import token_budget_batches
 from heedful.errors import ModelError
 from heedful.models.hardware import autocast
 from heedful.models.heads import Heads
 from heedful.models.load import scalar_head
 from heedful.models.lora import Adapters, base_of, is_adapted, one_list
-from heedful.models.ragged import PIECE_STEP, can_be_ragged, is_possible, is_worth_it, last_hidden_states
+from heedful.models.output import Head, read_head
+from heedful.models.ragged import can_be_ragged, is_possible, is_worth_it, last_hidden_states, widened
 from heedful.objectives.logprobs import exact_kl, token_logprobs
 from heedful.records import Message
-
-_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 class Part(ABC):
@@ -113,25 +111,14 @@ class Part(ABC):
                 return last_hidden_states(
                     self.base.base_model, ids_BT, attention_mask_BT, position_ids_BT, self.dtype, prompts_BT=prompts_BT
                 )
-            marks_BT = self._widened(attention_mask_BT)
-            prompts_BT = None if prompts_BT is None else self._widened(prompts_BT)
+            fill = partial(widened, self.base.config.get_text_config())
+            marks_BT, prompts_BT = fill(attention_mask_BT), None if prompts_BT is None else fill(prompts_BT)
+            mask = self._packed_mask(marks_BT, prompts_BT) if packed else marks_BT
             out = self.base.base_model(
-                input_ids=self._widened(ids_BT),
-                attention_mask=self._packed_mask(marks_BT, prompts_BT) if packed else marks_BT,
-                position_ids=self._widened(position_ids_BT),
-                use_cache=False,
+                input_ids=fill(ids_BT), attention_mask=mask, position_ids=fill(position_ids_BT), use_cache=False
             )
         hidden_BTD: Tensor = out.last_hidden_state[:, :num_tokens]
         return hidden_BTD.contiguous()
-
-    def _widened(self, x_BT: Tensor) -> Tensor:
-        """With columns of padding up to a multiple of 16 on a CPU: see ``models/ragged.py`` on new shapes."""
-        if x_BT.device.type != "cpu":
-            return x_BT
-        config, width = self.base.config.get_text_config(), x_BT.shape[1]
-        limits = [getattr(config, name, None) or math.inf for name in ("max_position_embeddings", "sliding_window")]
-        filled = max(width, min(-(-width // PIECE_STEP) * PIECE_STEP, *limits))
-        return pad(x_BT, (0, int(filled) - width))
 
     def _takes_pieces(self, marks_BT: Tensor, *, packed: bool, with_prompts: bool) -> bool:
         """Whether this batch is computed in pieces, without padding and without attention between them."""
@@ -179,16 +166,6 @@ class Part(ABC):
             raise ModelError(f"{type(self.base).__name__} lets packed samples see each other; set packing to false")
 
 
-@dataclass(frozen=True)
-class Head:
-    """How hidden states become logits: softcap · tanh(logit_scale · (W h + b) / softcap)."""
-
-    weight_VD: Tensor
-    bias_V: Tensor | None
-    logit_scale: float
-    softcap: float | None
-
-
 @final
 class LanguageModel(Part):
     """A policy or reference: log-probabilities of given tokens, without ever making [B, T, V] logits."""
@@ -204,14 +181,7 @@ class LanguageModel(Part):
     @property
     def head(self) -> Head:
         """The output layer as it is now."""
-        layer = self.base.get_output_embeddings()
-        if layer is None:
-            raise ModelError(f"{type(self.base).__name__} has no output embedding; this architecture is not supported")
-        config = self.base.config.get_text_config()
-        scale = float(getattr(config, "logit_scale", None) or 1.0)  # Cohere multiplies, Granite divides
-        scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-        softcap = next((c for name in _SOFTCAPS if (c := getattr(config, name, None)) is not None), None)
-        return Head(layer.weight, getattr(layer, "bias", None), scale, softcap)
+        return read_head(self.base)
 
     def logprobs(
         self, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
@@ -413,8 +383,8 @@ class ScalarModel(Part):
     def output_ids(self, sequences: Sequence[Sequence[int]], *, micro_batch_tokens: int) -> list[list[float]]:
         """Every output of the head per sequence of token ids, in the order given."""
         outputs: list[list[float]] = [[]] * len(sequences)
-        for rows in _by_length([len(s) for s in sequences], micro_batch_tokens):
-            width = len(sequences[rows[-1]])
+        for rows in token_budget_batches([len(s) for s in sequences], micro_batch_tokens):
+            width = len(sequences[rows[0]])
             ids_NT = torch.full((len(rows), width), self.pad_id)
             mask_NT = torch.zeros(len(rows), width, dtype=torch.int64)
             for n, row in enumerate(rows):
@@ -424,15 +394,3 @@ class ScalarModel(Part):
             for row, output in zip(rows, found, strict=True):
                 outputs[row] = output
         return outputs
-
-
-def _by_length(lengths: Sequence[int], micro_batch_tokens: int) -> Iterator[list[int]]:
-    """Row numbers in batches of rising length, each within the budget of padded tokens or a single row."""
-    batch: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if batch and (len(batch) + 1) * lengths[row] > micro_batch_tokens:
-            yield batch
-            batch = []
-        batch.append(row)
-    if batch:
-        yield batch

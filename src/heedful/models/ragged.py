@@ -15,6 +15,7 @@ Dimension letters: B sequences, T tokens with padding, N real tokens of all sequ
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,16 @@ class Piece:
     start: int
     length: int
     prompt: Piece | None = None
+
+
+def widened(config: Any, x_BT: Tensor) -> Tensor:
+    """A batch that keeps its padding, with columns of it up to a multiple of ``PIECE_STEP`` on a CPU."""
+    if x_BT.device.type != "cpu":
+        return x_BT
+    width = x_BT.shape[1]
+    limits = [getattr(config, name, None) or math.inf for name in ("max_position_embeddings", "sliding_window")]
+    filled = max(width, min(-(-width // PIECE_STEP) * PIECE_STEP, *limits))
+    return pad(x_BT, (0, int(filled) - width))
 
 
 def is_worth_it(config: Any, attention_mask_BT: Tensor, *, packed: bool = False) -> bool:

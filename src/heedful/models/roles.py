@@ -31,7 +31,8 @@ from heedful.models.casts import keep_casts
 from heedful.models.heads import load_heads
 from heedful.models.load import load_causal, load_scalar, load_tokenizer
 from heedful.models.lora import add_lora, is_adapted
-from heedful.models.parts import Head, LanguageModel, Part, ScalarModel
+from heedful.models.output import Head
+from heedful.models.parts import LanguageModel, Part, ScalarModel
 from heedful.models.quantise import Rounding, quantise
 from heedful.models.recompute import recompute_activations
 from heedful.models.shared import LoraSettings, shared_parts

@@ -61,9 +61,7 @@ def train_reward(
     of_data = fingerprint((s.sequences, s.ranks, s.targets, [(h.ranks, h.weight) for h in s.heads]) for s in samples)
     stream = EpochStream(len(samples), config.prompts_per_step, seed, fingerprint=of_data)
     total_steps = stream.num_steps(config.epochs)
-    loss = RewardLoss(model, config, seed=seed)
-    if config.length_offset:
-        loss.fit_length(ranking_batch(samples[n : n + 64], model.pad_id) for n in range(0, len(samples), 64))
+    loss = _loss_of(model, samples, config, seed=seed)
     optimisation = Optimisation("reward", loss.parameters(), config.optimizer, total_steps)
     attention_tokens = packing.attention_tokens(model) if config.share_prompts else None
     watch, best = OverfittingWatch(), Best(optimisation.parameters)
@@ -119,6 +117,12 @@ def train_reward(
     if told["overfitting"]:
         tell(f"reward model: {told['overfitting']}")
     return dataclasses.replace(cards[-1], train_accuracy=watch.train_accuracy, data={**cards[-1].data, **told})
+
+
+def _loss_of(model: ScalarModel, samples: Sequence[RankingSample], config: RewardConfig, *, seed: int) -> RewardLoss:
+    loss = RewardLoss(model, config, seed=seed)
+    loss.fit_length(ranking_batch(samples[n : n + 64], model.pad_id) for n in range(0, len(samples), 64))
+    return loss
 
 
 def _corrected(

@@ -107,11 +107,13 @@ class RewardLoss:
         """Nats per unit of log length that the loss adds to every head's scores (``length_offset``)"""
 
     def fit_length(self, batches: Iterable[RankingBatch]) -> None:
-        """Find what ``length_offset`` gives to every answer, from all rankings that will be trained on.
+        """Find what ``length_offset``, where it is not 0, gives to every answer: from all rankings to be trained on.
 
         Raises:
             DataError: length alone orders every pair of a head.
         """
+        if not self.config.length_offset:
+            return
         told: list[list[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]] = []
         for batch in batches:
             people = replace(batch, mask_PK=batch.mask_PK & ~batch.baits_PK)  # the length of a bait is chance
