@@ -15,10 +15,7 @@ import argparse
 import concurrent.futures
 import itertools
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -62,27 +59,15 @@ class Run(NamedTuple):
 def train(asked: argparse.Namespace, mode: str, seed: int) -> Path:
     """Run one recipe, and say where."""
     quickstart = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
-    name = f"{mode}-{seed}"
     ppo = {**quickstart["ppo"], "roles": mode, "sample_rows": quickstart["ppo"]["prompts_per_step"]}
-    if mode == "trunk":
-        ppo["value_from"] = "trunk"
     if asked.steps:
         ppo["steps"] = asked.steps
     recipe = {
-        "name": name, "output": str(asked.out), "seed": seed, "ppo": {**ppo, "accept_weak_reward": True},
+        "name": f"{mode}-{seed}", "output": str(asked.out), "seed": seed, "ppo": {**ppo, "accept_weak_reward": True},
         "model": {"name": str(asked.policy), "reward": str(asked.reward)},
         "data": {"prompts": quickstart["data"]["prompts"]},
     }  # fmt: skip
-    asked.out.mkdir(parents=True, exist_ok=True)
-    file = asked.out / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    if not list((asked.out / name).glob("stages/*ppo/finished.json")):
-        command = [sys.executable, "-m", "heedful.cli.main", "run", str(file)]
-        command += ["--resume"] if (asked.out / name).exists() else []
-        with (asked.out / f"{name}.log").open("a") as log:
-            environment = {**os.environ, "OMP_NUM_THREADS": str(asked.threads)}
-            subprocess.run(command, check=True, env=environment, stdout=log, stderr=log)
-    return next((asked.out / name).glob("stages/*ppo"))
+    return sides.run_recipe(recipe, threads=asked.threads)
 
 
 def read(folder: Path) -> Run:

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
+import sides
 
 from heedful.data.load import load_demonstrations, load_rankings
 from heedful.data.shipped import data_path
@@ -80,22 +78,6 @@ def recipe_of(asked: argparse.Namespace, name: str, section: dict[str, Any]) -> 
     }  # fmt: skip
 
 
-def run(asked: argparse.Namespace, name: str, section: dict[str, Any]) -> dict[str, Any]:
-    """Run a recipe, where its results are not there yet; the ``memory`` of its stage."""
-    folder = _folder(asked.out, name)
-    if not list(folder.glob("stages/*/finished.json")):
-        asked.out.mkdir(parents=True, exist_ok=True)
-        file = folder.with_suffix(".yaml")
-        file.write_text(yaml.safe_dump(recipe_of(asked, name, section)), encoding="utf-8")
-        command = [sys.executable, "-m", "heedful.cli.main", "run", str(file)]
-        command += ["--resume"] if folder.exists() else []
-        with folder.with_suffix(".log").open("a") as log:
-            subprocess.run(command, check=True, stdout=log, stderr=log)
-    (finished,) = folder.glob("stages/*/finished.json")
-    memory: dict[str, Any] = json.loads(finished.read_text(encoding="utf-8"))["results"]["memory"]
-    return memory
-
-
 def _folder(out: Path, name: str) -> Path:
     return out / name.replace(",", "").replace(" ", "-").lower()
 
@@ -112,7 +94,8 @@ def main() -> None:
     for name, section in recipes(asked.steps).items():
         if asked.only and not any(part in name for part in asked.only) and name not in REWARDS.values():
             continue
-        memory = run(asked, name, section)
+        finished = sides.run_recipe(recipe_of(asked, name, section)) / "finished.json"
+        memory = json.loads(finished.read_text(encoding="utf-8"))["results"]["memory"]
         planned, measured = memory["planned_bytes"] / 2**30, memory["measured_bytes"] / 2**30
         columns.append([name, f"{planned:.2f}", f"{measured:.2f}", f"{memory['error']:+.0%}", memory["phase"]])
         print("  ".join(columns[-1]), flush=True)

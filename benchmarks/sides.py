@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 
 def parser(doc: str | None, *, out: str, trl: str, sides: Sequence[str]) -> argparse.ArgumentParser:
     """The options of every comparison."""
@@ -144,6 +146,23 @@ def digest(task: Mapping[str, Any]) -> str:
 def title(side: str, result: Mapping[str, Any]) -> str:
     """The head of a side's column."""
     return f"{side} {result['version']}"
+
+
+def run_recipe(recipe: Mapping[str, Any], *, threads: int | None = None) -> Path:
+    """Run a recipe of one stage by ``heedful run`` in a process of its own, where its results are not there yet; the
+    folder of the stage. Recipe and log lie beside the run."""
+    folder = Path(recipe["output"]) / recipe["name"]
+    if not list(folder.glob("stages/*/finished.json")):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        file = folder.with_suffix(".yaml")
+        file.write_text(yaml.safe_dump(dict(recipe)), encoding="utf-8")
+        command = [sys.executable, "-m", "heedful.cli.main", "run", str(file)]
+        command += ["--resume"] if folder.exists() else []
+        environment = {**os.environ, **({} if threads is None else {"OMP_NUM_THREADS": str(threads)})}
+        with folder.with_suffix(".log").open("a") as log:
+            subprocess.run(command, check=True, env=environment, stdout=log, stderr=log)
+    (finished,) = folder.glob("stages/*/finished.json")
+    return finished.parent
 
 
 def table(columns: Sequence[Sequence[str]]) -> str:

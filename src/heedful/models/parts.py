@@ -322,7 +322,11 @@ class ScalarModel(Part):
 
     def ranking_scores(self, batch: RankingBatch) -> Tensor:
         """[P, K]: the scalar at the last token of every answer; meaningless where ``mask_PK`` is False."""
-        return self.scalars(self.ranking_states(batch)[batch.rows_PK, batch.columns_PK])
+        return self.scalars(self.answer_states(batch))
+
+    def answer_states(self, batch: RankingBatch) -> Tensor:
+        """[P, K, D]: the last hidden state of every answer, which the head reads."""
+        return self.ranking_states(batch)[batch.rows_PK, batch.columns_PK]
 
     def ranking_states(self, batch: RankingBatch) -> Tensor:
         """[R, T, D]: the last hidden states of the batch's rows."""

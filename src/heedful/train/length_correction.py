@@ -67,7 +67,8 @@ def correct_length(
         target: correlation of score and log length that is left, in [−1, 1]; None = what the pairs say, those that the
             shorter answer won weighing as much as the others.
     """
-    pool = pooled([(_last_states(model, batch), batch) for batch in batches])
+    states = [model.answer_states(to_device(batch, model.device)).float().cpu() for batch in batches]
+    pool = pooled(list(zip(states, batches, strict=True)))
     states_PKD, mask_PK, lengths_PK = pool.scores_PKH, pool.mask_PK, pool.lengths_PK
     scores_PK = model.scalars(states_PKD.to(model.device)).cpu().double()
     states_ND = _centred(states_PKD.double(), mask_PK)
@@ -89,12 +90,6 @@ def correct_length(
         factor = _least(lambda factor: correlation(factor) - target)
     model.turn_head((-factor * weight_D).float().to(model.device))
     return LengthCorrection(factor, correlation(0.0), correlation(factor), readable)
-
-
-def _last_states(model: ScalarModel, batch: RankingBatch) -> Tensor:
-    """[P, K, D]: the states that the head reads, on the CPU."""
-    states_RTD = model.ranking_states(to_device(batch, model.device))
-    return states_RTD[batch.rows_PK, batch.columns_PK].float().cpu()
 
 
 def _centred(x_PKD: Tensor, mask_PK: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ def reward_card(
     for group in _groups(everything, config, attention_tokens):
         rankings = [everything[i] for i in group]
         batch = to_device(ranking_batch(rankings, model.pad_id, attention_tokens=attention_tokens), model.device)
-        last_PKD = model.ranking_states(batch)[batch.rows_PK, batch.columns_PK]
+        last_PKD = model.answer_states(batch)
         outputs_PKH = model.scalars(last_PKD)[..., None] if heads is None else heads.scalars(last_PKD)
         is_mean = heads is not None and heads.kind == "ensemble"
         scores_PKH = outputs_PKH.mean(dim=-1, keepdim=True) if is_mean else outputs_PKH

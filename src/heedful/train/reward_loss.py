@@ -243,7 +243,7 @@ class RewardLoss:
         length: list[tuple[Tensor, RankingBatch]] = []
         with torch.no_grad():
             for batch in batches:
-                last_PKD = self.model.ranking_states(batch)[batch.rows_PK, batch.columns_PK]
+                last_PKD = self.model.answer_states(batch)
                 quality.append((self._scalars(last_PKD), batch))
                 if self.length_head is not None:
                     length.append((self.length_head.scalars(last_PKD)[..., None], batch))
