@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -121,8 +123,21 @@ def _engine_options(is_sqlite: bool) -> dict[str, Any]:
 
 
 def _prepare_sqlite(connection: Any, _record: Any) -> None:
-    """FULL: a submission that was acknowledged survives a power cut."""
-    for setting in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    """FULL: a submission that was acknowledged survives a power cut.
+
+    A new file becomes a WAL file once. Connections that want it at the same time are told that it is locked, however
+    long they said that they would wait, so they ask again.
+    """
+    last = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            break
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > last:
+                raise
+            time.sleep(0.01)
+    for setting in ("synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {setting}")
 
 

@@ -1,6 +1,7 @@
 """The database of a project: transactions, migrations, and an audit log that nobody changes; on both kinds."""
 
 import shutil
+import sqlite3
 import threading
 
 import pytest
@@ -11,7 +12,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from heedful.annotate import database as module
 from heedful.annotate import trail
-from heedful.annotate.database import Database
+from heedful.annotate.database import Database, _prepare_sqlite
 from heedful.annotate.tables import Person, Table, Trail
 from heedful.errors import DataError
 from toy_project import NOW, make_people, make_project, new_postgresql
@@ -71,6 +72,32 @@ def test_migrating_again_changes_nothing_and_two_at_once_are_one(database):
     database.migrate()
     with database.reading() as session:
         assert session.execute(text("select count(*) from alembic_version")).scalar() == 1
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_BUSY, 261, sqlite3.SQLITE_CANTOPEN], ids=["busy", "recovery", "other"])
+def test_a_new_file_that_others_turn_into_wal_is_asked_again(code):
+    """SQLite says "database is locked" there at once, whatever time-out was given."""
+
+    class Connection:
+        def __init__(self):
+            self.said = []
+
+        def execute(self, statement):
+            self.said.append(statement)
+            if len(self.said) < 3:
+                error = sqlite3.OperationalError("database is locked")
+                error.sqlite_errorcode = code
+                raise error
+
+    connection = Connection()
+    if code == sqlite3.SQLITE_CANTOPEN:
+        with pytest.raises(sqlite3.OperationalError):
+            _prepare_sqlite(connection, None)
+        assert len(connection.said) == 1
+    else:
+        _prepare_sqlite(connection, None)
+        assert connection.said[:3] == ["PRAGMA journal_mode=WAL"] * 3
+        assert connection.said[3:] == ["PRAGMA synchronous=FULL", "PRAGMA foreign_keys=ON"]
 
 
 SECOND = """
