@@ -9,7 +9,8 @@ What is held follows ``models/roles.py`` and ``train/step.py``:
                       the rest (a tied output layer too) in float32, so that they compute alike
     the engine        PPO decodes with a copy of the policy in the compute precision
 
-Gradients live from the first micro-batch of an optimizer step to its end, moments from the first step on.
+Gradients live from the first micro-batch of an optimizer step to its end, moments from the first step on; those of an
+input embedding that is no output layer, for the tokens that were read.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from heedful.plan.activations import Batch, Training
 from heedful.plan.machine import LIBRARY_BYTES
 from heedful.plan.parts import FLOAT32, Model, Phase, Setup, StagePlan
 from heedful.plan.shape import ModelShape
+from heedful.plan.workload import StageWork
 
 MOMENTS = 8
 """Bytes of AdamW's two float32 moments per trained parameter."""
@@ -63,10 +65,10 @@ def _sft(setup: Setup) -> StagePlan:
     config, work = setup.recipe.sft, setup.work.sft
     assert config is not None and work is not None
     policy = trained(setup, "policy", config.lora, scalar=False)
-    held = {**_libraries(setup), **_of_models([policy]), **_moments([policy]), **_casts([policy], setup)}
+    held = {**_libraries(setup), **_of_models([policy]), **_moments([policy], work), **_casts([policy], setup)}
     phases = (*_loading(setup, [policy]), Phase("train", {**held, **training_parts(policy, work.largest, setup)}),
               *_saving(setup, held, policy))  # fmt: skip
-    return StagePlan("sft", phases, _disk([policy], policy, config.checkpoint.keep))
+    return StagePlan("sft", phases, _disk([policy], work, policy, config.checkpoint.keep))
 
 
 def _reward(setup: Setup) -> StagePlan:
@@ -75,12 +77,12 @@ def _reward(setup: Setup) -> StagePlan:
     model = trained(setup, "reward", config.lora, scalar=True, shape=setup.base)
     if config.train == "head":
         model = Model("reward", setup.base, True, FLOAT32, None, head_only=True)
-    held = {**_libraries(setup), **_of_models([model]), **_moments([model]), **_casts([model], setup)}
+    held = {**_libraries(setup), **_of_models([model]), **_moments([model], work), **_casts([model], setup)}
     if config.keep == "best":
         held["best weights"] = model.num_trained * FLOAT32
     phases = (*_loading(setup, [model]), Phase("train", {**held, **training_parts(model, work.largest, setup)}),
               *_saving(setup, held, model))  # fmt: skip
-    return StagePlan("reward", phases, _disk([model], model, config.checkpoint.keep))
+    return StagePlan("reward", phases, _disk([model], work, model, config.checkpoint.keep))
 
 
 def _evaluate(setup: Setup) -> StagePlan:
@@ -140,7 +142,7 @@ def _ppo(setup: Setup) -> StagePlan:
     models = ppo_models(setup)
     policy = models[0]
     value = next((m for m in models if m.part == "value"), None)
-    held = {**_libraries(setup), **_of_models(models), **_moments(models)}
+    held = {**_libraries(setup), **_of_models(models), **_moments(models, work)}
     held["engine: parameters"] = _engine(setup)
     held |= _casts(models, setup)
     copies = (config.ema_decay is not None) + (config.best is not None)
@@ -160,7 +162,8 @@ def _ppo(setup: Setup) -> StagePlan:
         phases.append(Phase("train value", {**held, **training_parts(value, work.largest, setup)}))
     reads_again = config.lora is not None and config.lora.base == "float" and policy.form != "float"
     phases += _saving(setup, held, policy, reads_again=reads_again)
-    return StagePlan("ppo", tuple(phases), _disk([m for m in models if not m.frozen], policy, config.checkpoint.keep))
+    trains = [m for m in models if not m.frozen]
+    return StagePlan("ppo", tuple(phases), _disk(trains, work, policy, config.checkpoint.keep))
 
 
 def _casts(models: list[Model], setup: Setup) -> dict[str, int]:
@@ -187,8 +190,9 @@ def _of_models(models: list[Model]) -> dict[str, int]:
     return {f"{m.part}: parameters": m.held_bytes for m in models}
 
 
-def _moments(models: list[Model]) -> dict[str, int]:
-    return {f"{m.part}: optimizer": m.num_trained * MOMENTS for m in models if m.num_trained and not m.frozen}
+def _moments(models: list[Model], work: StageWork) -> dict[str, int]:
+    return {f"{m.part}: optimizer": m.num_moments(work.distinct_tokens) * MOMENTS
+            for m in models if m.num_trained and not m.frozen}  # fmt: skip
 
 
 def _kept_beside(value: Model, batch: Batch, setup: Setup) -> dict[str, int]:
@@ -290,8 +294,8 @@ def _saving(setup: Setup, held: dict[str, int], model: Model, *, reads_again: bo
         yield Phase("save", {**held, **parts})
 
 
-def _disk(models: list[Model], saved: Model, keep: int) -> dict[str, int]:
+def _disk(models: list[Model], work: StageWork, saved: Model, keep: int) -> dict[str, int]:
     """Checkpoints hold trained weights and moments; the old one goes when the new one is complete."""
-    one = sum(m.num_trained for m in models) * (FLOAT32 + MOMENTS)
+    one = sum(m.num_trained * FLOAT32 + m.num_moments(work.distinct_tokens) * MOMENTS for m in models)
     adapter = saved.num_trained * FLOAT32 if saved.training and saved.training.rank is not None else 0
     return {"checkpoints": one * (keep + 1), "model": saved.num_own * FLOAT32 + adapter}

@@ -77,6 +77,15 @@ class Model:
             return self.num_own
         return self.training.num_trained(self.shape, head=head)
 
+    def num_moments(self, distinct_tokens: float) -> int:
+        """Trained parameters for which AdamW keeps moments: of an input embedding of its own the rows of the tokens
+        that were read, unless they are most (``train/adam.py``)."""
+        is_full = self.training is not None and self.training.rank is None and not self.frozen
+        if not is_full or not self.scalar and self.shape.tied or distinct_tokens > self.shape.vocabulary / 2:
+            return self.num_trained
+        unread = 1 - distinct_tokens / self.shape.vocabulary
+        return self.num_trained - int(unread * self.shape.num_embedding)
+
     @property
     def held_bytes(self) -> int:
         """Weights; adapters are float32, as is a score head."""

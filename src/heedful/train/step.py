@@ -13,6 +13,7 @@ from heedful.batches import LossOut
 from heedful.config.section import OptimizerConfig
 from heedful.control.schedule import factor
 from heedful.train import guard
+from heedful.train.adam import AdamW
 
 M = TypeVar("M")
 
@@ -30,15 +31,15 @@ class Optimisation:
     config: OptimizerConfig
     total_steps: int
     num_steps: int = 0
-    adam: torch.optim.AdamW = field(init=False)
+    adam: AdamW = field(init=False)
 
     def __post_init__(self) -> None:
         c = self.config
         matrices = [p for p in self.parameters.values() if p.dim() >= 2]
         vectors = [p for p in self.parameters.values() if p.dim() < 2]  # norms and biases are not decayed
-        self.adam = torch.optim.AdamW(
+        self.adam = AdamW(
             [{"params": matrices, "weight_decay": c.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=c.learning_rate, betas=(c.beta1, c.beta2), eps=c.epsilon, fused=True,
+            lr=c.learning_rate, betas=(c.beta1, c.beta2), eps=c.epsilon,
         )  # fmt: skip
 
     @property
@@ -54,6 +55,7 @@ class Optimisation:
         return {
             "weights": {name: p.detach().cpu() for name, p in self.parameters.items()},
             "adam": self.adam.state_dict(),
+            "adam_rows": self.adam.seen_state(self.parameters),
             "num_steps": self.num_steps,
         }
 
@@ -74,6 +76,7 @@ class Optimisation:
             for name, parameter in self.parameters.items():
                 parameter.copy_(state["weights"][name])
         self.adam.load_state_dict(state["adam"])
+        self.adam.load_seen_state(self.parameters, state.get("adam_rows", {}))  # older versions kept all rows
         self.num_steps = state["num_steps"]
 
 

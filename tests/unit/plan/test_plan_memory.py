@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -42,6 +43,24 @@ def test_full_fine_tuning_holds_16_bytes_per_parameter():
     assert parts["policy: parameters"] + parts["policy: gradients"] + parts["policy: optimizer"] == 16 * num
     assert 16 * num < plan.peak_bytes < 20 * num
     assert plan.disk_bytes["checkpoints"] == 2 * 12 * num  # the old one goes when the new one is complete
+
+
+def test_an_embedding_that_is_no_output_layer_has_moments_for_the_tokens_that_were_read():
+    few = {"steps": 2, "prompts_per_step": 4, "sampling": {"max_new_tokens": 64}}
+    shape = NAMED["smollm2-135m"]
+    small = setup("smollm2-135m", ppo=few)
+    parts = stage(small, "ppo").largest.parts
+    tokens = 2 * 4 * (256 + 64 - 1)
+    distinct = 35 * math.sqrt(tokens)  # fewer than there are tokens, and than half of the vocabulary
+    assert distinct < min(tokens, shape.vocabulary / 2)
+    left_out = (1 - distinct / shape.vocabulary) * shape.num_embedding
+    assert parts["policy: optimizer"] == 8 * shape.num_causal  # the tied layer gives every word a gradient
+    assert parts["value: optimizer"] == pytest.approx(8 * (shape.num_scalar - left_out), abs=8)
+    longer = setup("smollm2-135m", ppo={**few, "steps": 1000})
+    assert stage(longer, "ppo").largest.parts["value: optimizer"] == 8 * shape.num_scalar
+    under_adapters = setup("smollm2-135m", ppo={**few, "lora": {"rank": 4}, "roles": "separate"})
+    adapters = shape.num_lora(4, "all-linear") + shape.width
+    assert stage(under_adapters, "ppo").largest.parts["value: optimizer"] == 8 * adapters
 
 
 def test_adapters_hold_the_base_in_the_compute_precision():
