@@ -63,13 +63,14 @@ def recipes(steps: int) -> dict[str, dict[str, Any]]:
 def recipe_of(asked: argparse.Namespace, name: str, section: dict[str, Any]) -> dict[str, Any]:
     """The whole recipe around its one section."""
     ((stage, keys),) = section.items()
-    data, model, added = _DATA[stage], {"name": str(asked.model)}, {}
+    model, added = {"name": str(asked.model)}, {}
     if stage == "ppo":
         data = {"prompts": str(asked.prompts)}
         reward = _folder(asked.out, REWARDS["adapters" if keys["roles"] == "shared" else "all"])
         model["reward"] = str(next(reward.glob("stages/*reward")) / "model")
         added = {"accept_weak_reward": True}
     else:
+        data = _DATA[stage]
         num_prompts = len(_LOAD[stage](data_path(next(iter(data.values())))))
         added = {"epochs": 4 * asked.steps * keys["prompts_per_step"] / num_prompts}
     return {

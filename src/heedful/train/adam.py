@@ -96,7 +96,8 @@ class AdamW(torch.optim.AdamW):
     def _becomes_dense(self, matrix: nn.Parameter) -> bool:
         """Note the rows with a gradient; whether there are too many for leaving out the others."""
         assert matrix.grad is not None
-        has_gradient_V = torch.any(matrix.grad, dim=1)
+        # a fifth of the time of torch.any on a CPU
+        has_gradient_V = (torch.amax(matrix.grad, dim=1) != 0) | (torch.amin(matrix.grad, dim=1) != 0)
         seen = self._seen.setdefault(matrix, _Seen.none(matrix))
         has_gradient_V[seen.ids_N] = False
         num_new = int(has_gradient_V.sum())
@@ -113,10 +114,11 @@ class AdamW(torch.optim.AdamW):
         seen = self._seen[matrix]
         if group["weight_decay"]:
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
-        rows_ND = matrix[seen.ids_N]
+        rows_ND = matrix.index_select(0, seen.ids_N)
         beta1, beta2 = group["betas"]
         adamw(
-            [rows_ND], [matrix.grad[seen.ids_N]], [seen.exp_avg_ND], [seen.exp_avg_sq_ND], [], [seen.step], fused=True,
-            amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=0.0, eps=group["eps"], maximize=False,
+            [rows_ND], [matrix.grad.index_select(0, seen.ids_N)], [seen.exp_avg_ND], [seen.exp_avg_sq_ND], [],
+            [seen.step], fused=True, amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=0.0,
+            eps=group["eps"], maximize=False,
         )  # fmt: skip
         matrix.index_copy_(0, seen.ids_N, rows_ND)
