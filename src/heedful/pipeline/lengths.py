@@ -71,19 +71,21 @@ def of_data(recipe: Recipe, folder: Path, shape: ModelShape, *, in_pieces: bool 
 
     Args:
         folder: of the model that everything starts from, whose tokenizer counts.
-        in_pieces: packed rows are computed in pieces (``models/ragged.py``), so that attention is never wider than the
+        in_pieces: rows are computed in pieces (``models/ragged.py``): without padding, attention never wider than the
             longest sequence.
     """
     limits = of_limits(recipe, shape.max_positions)
     try:
         count = TokenCounter(folder)
-        prompts, questions = _prompt_lengths(recipe, count)
+        data = recipe.data
+        prompts = _prompt_lengths(recipe, data.prompts, count) if recipe.ppo else ([], [])
+        questions = _prompt_lengths(recipe, data.heldout_prompts, count) if recipe.evaluate else ([], [])
         return Workload(
             sft=_sft(recipe, count, in_pieces=in_pieces),
             reward=_reward(recipe, count, shape, in_pieces=in_pieces),
-            ppo=of_ppo(recipe.ppo, max(prompts), sum(prompts) / len(prompts)) if recipe.ppo and prompts else limits.ppo,
-            prompt_tokens=max(prompts, default=limits.prompt_tokens),
-            evaluate_prompt_tokens=max(questions, default=limits.evaluate_prompt_tokens),
+            ppo=_ppo(recipe, prompts, in_pieces=in_pieces) or limits.ppo,
+            prompt_tokens=max(prompts[0], default=limits.prompt_tokens),
+            evaluate_prompt_tokens=max(questions[0], default=limits.evaluate_prompt_tokens),
             source="the data",
         )
     except (HeedfulError, OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -177,24 +179,27 @@ def _num_characters(record: Ranking) -> int:
     return sum(len(m.content) for m in record.prompt) + sum(len(a.text) for a in record.answers)
 
 
-def _prompt_lengths(recipe: Recipe, count: TokenCounter) -> tuple[list[int], list[int]]:
-    """Tokens of the prompts that PPO answers, and of those that the evaluation asks; of the longest and of some."""
+def _ppo(recipe: Recipe, prompts: tuple[list[int], list[int]], *, in_pieces: bool) -> StageWork | None:
+    longest, spread = prompts
+    if recipe.ppo is None or not longest:
+        return None
+    return of_ppo(recipe.ppo, max(longest), spread, in_pieces=in_pieces)
+
+
+def _prompt_lengths(recipe: Recipe, name: str | None, count: TokenCounter) -> tuple[list[int], list[int]]:
+    """Tokens of the longest prompts of a file, by default that of the rankings, and of some from all over it."""
     from heedful.data.load import load_prompts, load_rankings
 
     data = recipe.data
-
-    def lengths(name: str | None) -> list[int]:
-        source = name or data.rankings
-        if source is None:
-            return []
-        load: Callable[..., Any] = load_rankings if name is None else load_prompts
-        records = load(data_path(source), on_bad_row=data.on_bad_row)
-        asked = [r.prompt if isinstance(r, Ranking) else r.messages for r in records]
-        chosen = _longest(asked, lambda messages: sum(len(m.content) for m in messages)) + _spread(asked)
-        return [n for n in (count.messages(messages) for messages in chosen) if n <= data.max_prompt_tokens]
-
-    prompts = lengths(data.prompts) if recipe.ppo else []
-    return prompts, lengths(data.heldout_prompts) if recipe.evaluate else []
+    source = name or data.rankings
+    if source is None:
+        return [], []
+    load: Callable[..., Any] = load_rankings if name is None else load_prompts
+    records = load(data_path(source), on_bad_row=data.on_bad_row)
+    asked = [r.prompt if isinstance(r, Ranking) else r.messages for r in records]
+    chosen = _longest(asked, lambda messages: sum(len(m.content) for m in messages)), _spread(asked)
+    longest, spread = ([n for m in each if (n := count.messages(m)) <= data.max_prompt_tokens] for each in chosen)
+    return longest or spread, spread
 
 
 def _longest(records: Sequence[T], num_characters: Callable[[T], int]) -> list[T]:

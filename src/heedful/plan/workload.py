@@ -6,6 +6,7 @@ From the recipe alone these are its limits. Where the data are at hand, ``pipeli
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from heedful.config.ppo import PPOConfig
@@ -73,11 +74,22 @@ def of_limits(recipe: Recipe, max_positions: int) -> Workload:
     return Workload(sft, reward, ppo, prompt_tokens, min(recipe.data.max_prompt_tokens, max_positions))
 
 
-def of_ppo(config: PPOConfig, prompt_tokens: int, mean_prompt_tokens: float | None = None) -> StageWork:
-    """PPO's work with prompts of this length and answers that reach their limit."""
-    answer = config.sampling.max_new_tokens
-    largest = padded(config.samples_per_minibatch, prompt_tokens + answer - 1, answer, config.micro_batch_tokens)
-    mean = (mean_prompt_tokens or prompt_tokens) + answer - 1
+def of_ppo(
+    config: PPOConfig, prompt_tokens: int, others: Sequence[int] = (), *, in_pieces: bool = False
+) -> StageWork:
+    """PPO's work with answers that reach their limit.
+
+    Args:
+        prompt_tokens: of the longest prompt.
+        others: of prompts drawn evenly; none = all are as long.
+        in_pieces: padding is not computed (``models/ragged.py``). Sequences then count with E[T²] / E[T], what a token
+            of theirs sees: somewhat above their mean, as is the largest of a run's random batches.
+    """
+    answer = config.sampling.max_new_tokens - 1  # the last token is not read
+    lengths = [n + answer for n in others or [prompt_tokens]]
+    longest, mean = prompt_tokens + answer, sum(lengths) / len(lengths)
+    seen = math.ceil(sum(n * n for n in lengths) / sum(lengths)) if in_pieces else longest
+    largest = padded(config.samples_per_minibatch, min(seen, longest), answer + 1, config.micro_batch_tokens)
     return StageWork(largest, config.steps, config.samples_per_step * mean)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -65,8 +66,6 @@ def test_the_largest_batches_are_those_of_the_stages(recipe, toy_model):
 
 
 def test_in_pieces_real_tokens_count_and_no_row_is_wider_than_its_longest_sequence(recipe, toy_model):
-    import math
-
     from heedful.train.reward import micro_batches as reward_batches
 
     recipe = recipe.model_copy(update={"sft": recipe.sft.model_copy(update={"packing": True})})
@@ -82,6 +81,24 @@ def test_in_pieces_real_tokens_count_and_no_row_is_wider_than_its_longest_sequen
     assert largest.row_tokens <= max(len(ids) for r in rankings for ids in r.sequences)
     whole = of_data(recipe, toy_model, read_shape(toy_model)).sft.largest
     assert whole.rows == 1 and work.sft.largest.row_tokens < whole.row_tokens <= work.sft.largest.tokens
+
+
+def test_in_pieces_ppo_computes_the_tokens_that_are_there(recipe, toy_model, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"id": str(n), "prompt": "a b c " * n}) + "\n" for n in range(1, 12)))
+    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"prompts": str(prompts)})})
+    shape, tokenizer = read_shape(toy_model), load_tokenizer(toy_model)
+    asked = [len(prompt_ids(tokenizer, p.messages)) for p in load_prompts(recipe.data.prompts)]
+    answer = recipe.ppo.sampling.max_new_tokens - 1
+    num = recipe.ppo.samples_per_minibatch
+    padded, pieces = (of_data(recipe, toy_model, shape, in_pieces=x).ppo for x in (False, True))
+    assert padded.largest.tokens == num * (max(asked) + answer)
+    lengths = [n + answer for n in asked]
+    assert len(set(lengths)) > 1
+    assert pieces.largest.row_tokens == math.ceil(sum(n * n for n in lengths) / sum(lengths))
+    assert num * sum(lengths) / len(lengths) < pieces.largest.tokens < padded.largest.tokens
+    assert pieces.largest.counted_tokens == padded.largest.counted_tokens == num * (answer + 1)
+    assert pieces.tokens_per_step == padded.tokens_per_step
 
 
 def test_wide_rows_weigh_as_they_do_on_the_model(toy_model):
