@@ -85,7 +85,7 @@ def test_in_pieces_real_tokens_count_and_no_row_is_wider_than_its_longest_sequen
 
 def test_in_pieces_ppo_computes_the_tokens_that_are_there(recipe, toy_model, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"id": str(n), "prompt": "a b c " * n}) + "\n" for n in range(1, 12)))
+    prompts.write_text("".join(json.dumps({"id": str(n), "prompt": "a b c " * n}) + "\n" for n in range(1, 9)))
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"prompts": str(prompts)})})
     shape, tokenizer = read_shape(toy_model), load_tokenizer(toy_model)
     asked = [len(prompt_ids(tokenizer, p.messages)) for p in load_prompts(recipe.data.prompts)]
