@@ -30,7 +30,7 @@ MOMENTS = 8
 """Bytes of AdamW's two float32 moments per trained parameter."""
 DECODED_TOGETHER = 64
 """Answers that the engine decodes at once (``rollout.engine.ANSWERS_TOGETHER``)."""
-HEAP_FULL, HEAP_ADAPTERS, HEAP_RANKINGS = 0.2, 0.45, 0.6
+HEAP_FULL, HEAP_ADAPTERS, HEAP_RANKINGS = 0.25, 0.45, 0.6
 """On a CPU glibc leaves holes between the tensors that a forward keeps, where casts and gradients were; a share of the
 activations, measured. The adapters' float32 copies of their inputs make larger ones, and so do packed rankings,
 of which no two batches have one shape."""
@@ -142,15 +142,18 @@ def _ppo(setup: Setup) -> StagePlan:
     models = ppo_models(setup)
     policy = models[0]
     value = next((m for m in models if m.part == "value"), None)
-    held = {**_libraries(setup), **_of_models(models), **_moments(models, work)}
-    held["engine: parameters"] = _engine(setup)
-    held |= _casts(models, setup)
+    held = {**_libraries(setup), **_of_models(models), **_casts(models, setup), "engine: parameters": _engine(setup)}
+    phases = list(_loading(setup, models))
+    if config.self_test and work.in_self_test and setup.machine.kind == "cpu":  # elsewhere it reserves the moments too
+        beside = _kept_beside(value, work.in_self_test, setup) if value else {}
+        one = replace(work.in_self_test, num_per_step=1)
+        phases.append(Phase("self-test", {**held, **training_parts(policy, one, setup, beside)}))
+    held |= _moments(models, work)
     copies = (config.ema_decay is not None) + (config.best is not None)
     if copies and setup.machine.kind == "cpu" or config.ema_decay is not None:
         held["averaged and best weights"] = copies * policy.num_trained * FLOAT32
     rows = min(DECODED_TOGETHER, config.samples_per_step)
-    phases = [
-        *_loading(setup, models),
+    phases += [
         _rollout(setup, held, rows, setup.work.prompt_tokens, config.sampling.max_new_tokens, engine=False),
         Phase("score", {**held, **_scoring(setup, models, work.largest)}),
     ]

@@ -28,6 +28,8 @@ class StageWork:
     """Optimizer or PPO steps; None = unknown without the data"""
     tokens_per_step: float
     """Padded tokens that one step trains on"""
+    in_self_test: Batch | None = None
+    """A micro-batch of PPO's self-test: the largest that chance can bring, all as long as the longest"""
 
     @property
     def distinct_tokens(self) -> float:
@@ -89,8 +91,9 @@ def of_ppo(
     lengths = [n + answer for n in others or [prompt_tokens]]
     longest, mean = prompt_tokens + answer, sum(lengths) / len(lengths)
     seen = math.ceil(sum(n * n for n in lengths) / sum(lengths)) if in_pieces else longest
-    largest = padded(config.samples_per_minibatch, min(seen, longest), answer + 1, config.micro_batch_tokens)
-    return StageWork(largest, config.steps, config.samples_per_step * mean)
+    most, largest = (padded(config.samples_per_minibatch, n, answer + 1, config.micro_batch_tokens)
+                     for n in (longest, min(seen, longest)))  # fmt: skip
+    return StageWork(largest, config.steps, config.samples_per_step * mean, most)
 
 
 def padded(num: int, length: int, counted: int, budget: int, *, least: int = 1) -> Batch:

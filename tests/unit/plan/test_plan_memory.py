@@ -153,13 +153,27 @@ def test_a_value_whose_forward_is_kept_is_counted_beside_the_policy(ppo, is_besi
     assert found.recipe.ppo is not None
     found = dataclasses.replace(found, work=dataclasses.replace(found.work, ppo=of_ppo(found.recipe.ppo, 91)))
     plan = stage(found, "ppo")
-    beside = sum(phase.parts.get("value: activations", 0) for phase in plan.phases)
+    (beside,) = {phase.parts.get("value: activations", 0) for phase in plan.phases
+                 if phase.name in ("self-test", "train policy", "train policy and value")}  # fmt: skip
     assert (beside > 0) == is_beside
     if is_beside:
         full, tokens = "roles" not in ppo, 16 * 122
         inputs = 30 * tokens * 576 * (4 if full else 2)
         assert inputs < beside < 1.15 * inputs  # the last norm and the rotary angles too
         assert beside < 0.05 * (plan.peak_bytes - beside)
+
+
+def test_the_self_test_is_a_batch_of_the_longest_before_there_are_moments():
+    two_cores = Machine("two cores", "cpu", 24 * GIB, 1.7e12, 24e9)
+    found = setup("smollm2-135m", two_cores, ppo={"prompts_per_step": 8, "sampling": {"max_new_tokens": 32}})
+    work = of_ppo(found.recipe.ppo, 231, [30] * 20, in_pieces=True)
+    assert (work.largest.row_tokens, work.in_self_test.row_tokens) == (61, 262)
+    found = dataclasses.replace(found, work=dataclasses.replace(found.work, ppo=work))
+    phases = {phase.name: phase.parts for phase in stage(found, "ppo").phases}
+    assert "policy: optimizer" in phases["train policy"] and "policy: optimizer" not in phases["self-test"]
+    assert phases["self-test"]["activations"] > 4 * phases["train policy"]["activations"]
+    untested = setup("smollm2-135m", two_cores, ppo={"self_test": False})
+    assert "self-test" not in {phase.name for phase in stage(untested, "ppo").phases}
 
 
 def test_int8_holds_a_byte_per_weight_of_what_is_not_trained():
