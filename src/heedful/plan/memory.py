@@ -30,10 +30,10 @@ MOMENTS = 8
 """Bytes of AdamW's two float32 moments per trained parameter."""
 DECODED_TOGETHER = 64
 """Answers that the engine decodes at once (``rollout.engine.ANSWERS_TOGETHER``)."""
-HEAP_FULL, HEAP_ADAPTERS, HEAP_RANKINGS = 0.25, 0.45, 0.6
+HEAP_FULL, HEAP_MIXED = 0.25, 0.6
 """On a CPU glibc leaves holes between the tensors that a forward keeps, where casts and gradients were; a share of the
-activations, measured. The adapters' float32 copies of their inputs make larger ones, and so do packed rankings,
-of which no two batches have one shape."""
+activations, measured. Tensors of more different sizes make larger ones: the adapters' float32 copies of their inputs,
+and packed rankings, of which no two batches have one shape."""
 HEAP_MERGE = 0.35
 """The same for weights that are merged one after the other."""
 
@@ -223,7 +223,7 @@ def training_parts(model: Model, batch: Batch, setup: Setup, beside: dict[str, i
         return {f"{model.part}: gradients": gradients,
                 "activations": activations.inference(shape, batch, s=s, residual=FLOAT32, eager=eager)}  # fmt: skip
     full = model.training.rank is None
-    share = HEAP_RANKINGS if model.scalar and batch.packed else HEAP_FULL if full else HEAP_ADAPTERS
+    share = HEAP_FULL if full and not (model.scalar and batch.packed) else HEAP_MIXED
     kept = activations.trunk(shape, batch, model.training, s=s, eager=eager)
     layer = activations.layer(shape, batch, model.training, s=s, eager=eager)
     working = activations.working(shape, batch, s=s, eager=eager)

@@ -27,6 +27,7 @@ from heedful.models.lora import merged_state
 from heedful.models.parts import LanguageModel
 from heedful.records import Completion
 from heedful.rollout.engine import ANSWERS_TOGETHER, Request, Sampling, sample_seed
+from heedful.rollout.lean import lean_step
 from heedful.rollout.packed import can_pack, group_queries, pack_layers, takers
 
 COMPACT_BELOW = 0.8
@@ -35,6 +36,9 @@ PROMPTS_TOGETHER = 16
 """Prompts that are read in one forward, sorted by length; few enough to save padding, enough for full products."""
 BLOCK = 256
 """Tokens whose probabilities are summed before a sampler looks among them."""
+ON_THE_HEAP = 2**19
+"""Probabilities that a CPU works on at once: they stay in its cache, and in the heap. Larger tensors may come from the
+system and go back at every operation, which costs several times what the operation does."""
 HEAD = "lm_head.weight"
 
 
@@ -62,6 +66,12 @@ class HFEngine:
         """Layers whose weights are kept in the order that the CPU reads; 0 where it cannot or need not."""
         self.groups_queries = on_cpu and group_queries(self._model)
         self.sync(policy, version=0)
+        self._lean = lean_step(self._model, self._new_cache()) if self.num_packed else None
+
+    @property
+    def is_lean(self) -> bool:
+        """Whether steps are made without what a general model does between its products."""
+        return self._lean is not None
 
     @torch.no_grad()
     def sync(self, policy: LanguageModel, *, version: int) -> None:
@@ -118,12 +128,9 @@ class HFEngine:
         active = list(rows)
         inputs_BT = ids_BT[:, -1:]
         for t in range(sampling.max_new_tokens):
-            out = self._model(
-                input_ids=inputs_BT, attention_mask=mask_BT, position_ids=positions_BT, cache=cache, use_cache=True
-            )
-            cache = out.cache
+            logits_BV, cache = self._step(inputs_BT, mask_BT, positions_BT, cache)
             uniforms_B = torch.tensor([row.uniforms[t] for row in active], device=self._device, dtype=torch.float64)
-            tokens_B, logprobs_B = _sample(out.logits[:, -1], uniforms_B, sampling.temperature)
+            tokens_B, logprobs_B = _sample(logits_BV, uniforms_B, sampling.temperature)
             ended = torch.isin(tokens_B, self._end_ids).tolist()
             for row, token, logprob, end in zip(active, tokens_B.tolist(), logprobs_B.tolist(), ended, strict=True):
                 if not row.finished:
@@ -141,6 +148,15 @@ class HFEngine:
                 cache.batch_select_indices(keep)
                 inputs_BT, mask_BT, positions_BT = inputs_BT[keep], mask_BT[keep], positions_BT[keep]
                 active = [active[i] for i in alive]
+
+    def _step(self, ids_B1: Tensor, mask_BT: Tensor, positions_B1: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """Logits [B, V] after one more token of every row, and the cache with it."""
+        if self._lean is not None:
+            return self._lean(ids_B1, mask_BT, positions_B1, cache), cache
+        out = self._model(
+            input_ids=ids_B1, attention_mask=mask_BT, position_ids=positions_B1, cache=cache, use_cache=True
+        )
+        return out.logits[:, -1], out.cache
 
     def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Tensor, Any]:
         """Prompts as int64 [B, T] with their mask, and the cache after all tokens but the last.
@@ -212,6 +228,14 @@ def completion(
 
 def _sample(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Tokens [B] and their log-probs [B] under softmax(logits / temperature); temperature 0 takes the best token."""
+    num_rows, vocabulary = logits_BV.shape
+    together = max(1, ON_THE_HEAP // vocabulary) if logits_BV.device.type == "cpu" else num_rows
+    drawn = [_sample_rows(logits_BV[n : n + together], uniforms_B[n : n + together], temperature)
+             for n in range(0, num_rows, together)]  # fmt: skip
+    return torch.cat([tokens_B for tokens_B, _ in drawn]), torch.cat([logprobs_B for _, logprobs_B in drawn])
+
+
+def _sample_rows(logits_BV: Tensor, uniforms_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     if not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(logits_BV)):  # both are NaN if any logit is
         raise EngineError("the policy's logits are not finite during sampling; its weights are damaged or overflowed")
     logits_BV = logits_BV.float()

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ from torch import Tensor, nn
 from heedful.models.frozen import is_product
 
 GROUPED = "heedful_grouped"
+
+
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers beside each other that read one tensor, by their names in Llama and what is built like it."""
 
 
 class PackedLinear(nn.Module):
@@ -51,6 +56,67 @@ class PackedLinear(nn.Module):
         return product
 
 
+class JoinedLinear:
+    """Several linear layers that read the same tensor as one :class:`PackedLinear`, which each takes its columns of."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        weight = layers[0].weight
+        sizes = [layer.out_features for layer in layers]
+        with_bias = any(layer.bias is not None for layer in layers)
+        whole = nn.Linear(weight.shape[1], sum(sizes), bias=False, device="meta")  # its weight is never there
+        bias = nn.Parameter(torch.zeros(sum(sizes), dtype=weight.dtype), requires_grad=False)
+        whole.bias = bias if with_bias else None
+        self.whole = PackedLinear(whole)
+        ends = list(itertools.accumulate(sizes))
+        self.columns = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        views = [bias[columns] if layer.bias is not None else None
+                 for layer, columns in zip(layers, self.columns, strict=True)]  # fmt: skip
+        self.parts = [JoinedPart(self, n, view) for n, view in enumerate(views)]
+        self._given: dict[int, Tensor] = {}
+        self._read: tuple[Tensor, Tensor] | None = None
+        self._num_left = 0
+
+    def pack(self, place: int, weight: Tensor) -> None:
+        """Take over the weight of one layer; the whole is made anew with the last of them."""
+        self._given[place] = weight.detach().to(torch.bfloat16)
+        if len(self._given) == len(self.parts):
+            self.whole.pack(torch.cat([self._given[n] for n in range(len(self.parts))]))
+            self._given = {}
+
+    def product(self, x: Tensor) -> Tensor:
+        """The whole product, made once for the layers that read ``x`` one after the other."""
+        if self._read is None or self._read[0] is not x:
+            self._read, self._num_left = (x, self.whole(x)), len(self.parts)
+        product = self._read[1]
+        self._num_left -= 1
+        if self._num_left == 0:
+            self._read = None
+        return product
+
+
+class JoinedPart(nn.Module):
+    """One layer of a :class:`JoinedLinear`."""
+
+    def __init__(self, joined: JoinedLinear, place: int, bias: Tensor | None) -> None:
+        super().__init__()
+        self.joined, self._place = joined, place
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        """A view of the whole's"""
+
+    def pack(self, weight: Tensor) -> None:
+        """See :meth:`PackedLinear.pack`."""
+        self.joined.pack(self._place, weight)
+
+    @property
+    def weight(self) -> Tensor:
+        """See :attr:`PackedLinear.weight`."""
+        return self.joined.whole.weight[self.joined.columns[self._place]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Its columns of the product of all."""
+        return self.joined.product(x)[..., self.joined.columns[self._place]]
+
+
 @functools.cache
 def can_pack() -> bool:
     """Whether this build of PyTorch on this CPU packs weights and then multiplies as a plain layer does; tried out."""
@@ -75,23 +141,33 @@ def can_pack() -> bool:
 
 
 def pack_layers(model: nn.Module) -> int:
-    """Put an empty :class:`PackedLinear` in the place of every linear layer (GPT-2's too); how many there are."""
-    found = [
-        (name, module)
+    """Put empty packed layers in the place of every linear layer (GPT-2's too); how many there are.
+
+    Layers that read one tensor are packed as one.
+    """
+    found = {
+        name: module
         for name, module in model.named_modules()
         if is_product(module) and module.weight.dtype == torch.bfloat16  # some are kept in float32
-    ]
-    for name, module in found:
+    }
+    packed: dict[str, nn.Module] = {}
+    for name in found:
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, PackedLinear(module))
+        for names in ([f"{parent}.{sibling}" for sibling in group] for group in JOINED if child == group[0]):
+            layers = [found[sibling] for sibling in names if type(found.get(sibling)) is nn.Linear]
+            if len(layers) == len(names) and len({layer.in_features for layer in layers}) == 1:
+                packed.update(zip(names, JoinedLinear(layers).parts, strict=True))
+    for name, module in found.items():
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, packed.get(name) or PackedLinear(module))
     return len(found)
 
 
 def takers(model: nn.Module) -> dict[str, Callable[[Tensor], Any]]:
     """What takes over a new value of each weight, by the weight's name in the plain model."""
     found: dict[str, Callable[[Tensor], Any]] = {name: own.copy_ for name, own in model.state_dict().items()}
-    packed = {f"{name}.weight": m.pack for name, m in model.named_modules() if isinstance(m, PackedLinear)}
-    return {**found, **packed}
+    layers = ((name, m) for name, m in model.named_modules() if isinstance(m, (PackedLinear, JoinedPart)))
+    return {**found, **{f"{name}.weight": layer.pack for name, layer in layers}}
 
 
 def group_queries(model: Any) -> bool:
