@@ -63,9 +63,10 @@ class JoinedLinear:
         weight = layers[0].weight
         sizes = [layer.out_features for layer in layers]
         with_bias = any(layer.bias is not None for layer in layers)
-        whole = nn.Linear(weight.shape[1], sum(sizes), bias=False, device="meta")  # its weight is never there
+        whole = nn.Linear(weight.shape[1], sum(sizes), bias=with_bias, device="meta")  # its weight is never there
         bias = nn.Parameter(torch.zeros(sum(sizes), dtype=weight.dtype), requires_grad=False)
-        whole.bias = bias if with_bias else None
+        if with_bias:
+            whole.bias = bias
         self.whole = PackedLinear(whole)
         ends = list(itertools.accumulate(sizes))
         self.columns = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
