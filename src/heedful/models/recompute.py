@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from heedful.errors import ModelError
+from heedful.models.hardware import keep_large_tensors_off_the_heap
 from heedful.models.lora import Adapters
 from heedful.models.parts import Part
 
@@ -31,6 +32,8 @@ def recompute_activations(part: Part) -> int:
         raise ModelError(
             f"{type(part.base).__name__} does not support activation checkpointing; set activation_checkpointing: false"
         )
+    if part.device.type == "cpu":
+        keep_large_tensors_off_the_heap()
     for layer in layers:
         if "forward" not in vars(layer):  # else it is wrapped already
             # forward, not __call__: hooks on the layer then run once, not again in the backward
