@@ -104,9 +104,10 @@ def release_memory() -> None:
 def keep_large_tensors_off_the_heap() -> None:
     """From now on ask the system itself for every tensor of 4 MiB and more, in this process, for good.
 
-    What a layer that is recomputed needs for a moment comes and goes between the inputs that all layers keep, and glibc's
-    heap cannot use the holes for the next: SmolLM2-135M, 16 × 231 tokens, held 3.9 GiB of which 2.6 were holes, and 2.0
-    so. It costs time where tensors are that large (a quarter of a step at 12 × 218 tokens), so nobody else does it.
+    What a layer that is recomputed needs for a moment comes and goes between the inputs that all layers keep, and the
+    heap of glibc cannot use the holes for the next: SmolLM2-135M, 16 × 231 tokens, held 3.9 GiB of which 2.6 were
+    holes, and so 2.0. It costs time where tensors are that large (a quarter of a step of 12 × 218 tokens), so nothing
+    else does it.
     """
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 4 * 2**20)
