@@ -90,7 +90,7 @@ class HFEngine:
             raise EngineError(f"the rollout model was not given {min(missing)!r} by the policy")
         self._version = version
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def generate(
         self,
         requests: Sequence[Request],

@@ -107,8 +107,9 @@ class LeanStep:
 
 def _normed(norm: Any, x_BD: Tensor) -> Tensor:
     """Llama's norm: the root mean square in float32, the weight in the compute precision."""
-    wide_BD = torch.rms_norm(x_BD.float(), (x_BD.shape[-1],), None, norm.variance_epsilon)
-    normed_BD: Tensor = norm.weight * wide_BD.to(x_BD.dtype)
+    wide_BD = x_BD.float()  # by hand, since torch.rms_norm takes half as long again
+    wide_BD.mul_(wide_BD.square().mean(-1, keepdim=True).add_(norm.variance_epsilon).rsqrt_())
+    normed_BD: Tensor = wide_BD.to(x_BD.dtype).mul_(norm.weight)
     return normed_BD
 
 
