@@ -54,6 +54,8 @@ class LeanStep:
             for x in trunk.layers
         ]  # fmt: skip
         self._head_width = int(self._layers[0].attention.head_dim)
+        values = self._layers[0].read.columns[2]
+        self._num_groups = (values.stop - values.start) // self._head_width
 
     def __call__(self, ids_B1: Tensor, mask_BS: Tensor, positions_B1: Tensor, cache: GrowingCache) -> Tensor:
         """Logits [B, V] after one more token.
@@ -64,8 +66,8 @@ class LeanStep:
         """
         hidden_BD = self._embed(ids_B1[:, 0])
         cos_B1K, sin_B1K = self._rotary(hidden_BD[:, None], position_ids=positions_B1)
-        half = self._head_width // 2
-        turned_B1K = torch.cat([-sin_B1K[..., :half], sin_B1K[..., half:]], dim=-1)
+        first_B1K, second_B1K = sin_B1K.chunk(2, dim=-1)
+        turned_B1K = torch.cat([-first_B1K, second_B1K], dim=-1)
         hidden_B11S = self._hidden(mask_BS, cache, hidden_BD.dtype)
         for index, layer in enumerate(self._layers):
             read_BW = layer.read.whole(_normed(layer.norm_before, hidden_BD))
@@ -81,13 +83,11 @@ class LeanStep:
         cache: GrowingCache, index: int,
     ) -> Tensor:  # fmt: skip
         states_BNK = read_BW.view(len(read_BW), -1, self._head_width)
-        num_values = layer.read.columns[2].stop - layer.read.columns[2].start
-        num_groups = num_values // self._head_width
-        both_BNK, values_BGK = states_BNK[:, :-num_groups], states_BNK[:, -num_groups:]
-        half = self._head_width // 2
-        swapped_BNK = torch.cat([both_BNK[..., half:], both_BNK[..., :half]], dim=-1)
+        both_BNK, values_BGK = states_BNK[:, : -self._num_groups], states_BNK[:, -self._num_groups :]
+        first_BNK, second_BNK = both_BNK.chunk(2, dim=-1)
+        swapped_BNK = torch.cat([second_BNK, first_BNK], dim=-1)
         both_BNK = (both_BNK * cos_B1K).add_(swapped_BNK.mul_(turned_B1K))
-        queries_BHK, keys_BGK = both_BNK[:, :-num_groups], both_BNK[:, -num_groups:]
+        queries_BHK, keys_BGK = both_BNK[:, : -self._num_groups], both_BNK[:, -self._num_groups :]
         keys_BGSK, values_BGSK = cache.update(keys_BGK[:, :, None], values_BGK[:, :, None], index)
         mixed_B1HK, _ = grouped_attention(
             layer.attention, queries_BHK[:, :, None], keys_BGSK, values_BGSK, hidden_B11S,

@@ -152,12 +152,12 @@ def pack_layers(model: nn.Module) -> int:
         if is_product(module) and module.weight.dtype == torch.bfloat16  # some are kept in float32
     }
     packed: dict[str, nn.Module] = {}
-    for name in found:
+    for name, group in itertools.product(found, JOINED):
         parent, _, child = name.rpartition(".")
-        for names in ([f"{parent}.{sibling}" for sibling in group] for group in JOINED if child == group[0]):
-            layers = [found[sibling] for sibling in names if type(found.get(sibling)) is nn.Linear]
-            if len(layers) == len(names) and len({layer.in_features for layer in layers}) == 1:
-                packed.update(zip(names, JoinedLinear(layers).parts, strict=True))
+        names = [f"{parent}.{sibling}" for sibling in group]
+        layers = [found[sibling] for sibling in names if type(found.get(sibling)) is nn.Linear]
+        if child == group[0] and len(layers) == len(names) and len({layer.in_features for layer in layers}) == 1:
+            packed.update(zip(names, JoinedLinear(layers).parts, strict=True))
     for name, module in found.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, packed.get(name) or PackedLinear(module))
