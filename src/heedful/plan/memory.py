@@ -7,7 +7,7 @@ What is held follows ``models/roles.py`` and ``train/step.py``:
                       parameter of the adapters
     frozen twins      reference and reward beside fully trained models: what autocast casts in the compute precision,
                       the rest (a tied output layer too) in float32, so that they compute alike
-    the engine        PPO decodes with a copy of the policy in the compute precision
+    the engine        PPO decodes with a copy of the policy in the compute precision, which is there in the rollout only
 
 Gradients live from the first micro-batch of an optimizer step to its end, moments from the first step on; those of an
 input embedding that is no output layer, for the tokens that were read.
@@ -142,7 +142,7 @@ def _ppo(setup: Setup) -> StagePlan:
     models = ppo_models(setup)
     policy = models[0]
     value = next((m for m in models if m.part == "value"), None)
-    held = {**_libraries(setup), **_of_models(models), **_casts(models, setup), "engine: parameters": _engine(setup)}
+    held = {**_libraries(setup), **_of_models(models), **_casts(models, setup)}
     phases = list(_loading(setup, models))
     if config.self_test and work.in_self_test and setup.machine.kind == "cpu":  # elsewhere it reserves the moments too
         beside = _kept_beside(value, work.in_self_test, setup) if value else {}
@@ -154,7 +154,7 @@ def _ppo(setup: Setup) -> StagePlan:
         held["averaged and best weights"] = copies * policy.num_trained * FLOAT32
     rows = min(DECODED_TOGETHER, config.samples_per_step)
     phases += [
-        _rollout(setup, held, rows, setup.work.prompt_tokens, config.sampling.max_new_tokens, engine=False),
+        _rollout(setup, held, rows, setup.work.prompt_tokens, config.sampling.max_new_tokens),
         Phase("score", {**held, **_scoring(setup, models, work.largest)}),
     ]
     if config.value_from == "frozen_trunk" or value is None:
@@ -270,16 +270,15 @@ def _engine(setup: Setup) -> int:
     return s * (shape.num_causal + (shape.num_embedding if packs and shape.tied else 0))
 
 
-def _rollout(setup: Setup, held: dict[str, int], rows: int, prompt: int, answer: int, *, engine: bool = True) -> Phase:
-    """Decoding: the cache of every row at full length, one step's logits and probabilities with two copies in float32,
-    or the forward over the prompts."""
+def _rollout(setup: Setup, held: dict[str, int], rows: int, prompt: int, answer: int) -> Phase:
+    """Decoding: the engine, the cache of every row at full length, and one step's logits and probabilities with two
+    copies in float32, or the forward over the prompts."""
     shape, s = setup.base, setup.s
     prefill = activations.inference(shape, Batch(rows, prompt, 1), s=s, residual=s, eager=setup.eager)
     sampling = rows * shape.vocabulary * (s + 3 * FLOAT32)
-    parts = {**held, "key-value cache": activations.key_values(shape, rows, prompt + answer, s=s),
+    parts = {**held, "engine: parameters": _engine(setup),
+             "key-value cache": activations.key_values(shape, rows, prompt + answer, s=s),
              "prefill and sampling": max(prefill, sampling)}  # fmt: skip
-    if engine:
-        parts["engine: parameters"] = _engine(setup)
     return Phase("rollout", parts)
 
 

@@ -53,6 +53,10 @@ class Engine(Protocol):
         Two calls with the same version may bring different weights (an average that is measured, then the policy)."""
         ...
 
+    def rest(self) -> None:
+        """Nothing is asked before the next ``sync``: what that brings anew need not be held until then."""
+        ...
+
 
 def sample_seed(seed: int, prompt_id: str, sample_index: int) -> int:
     """The seed of one answer: depends on the run's seed, the prompt and the sample, never on rank or batch (ROL-07)."""

@@ -35,3 +35,6 @@ class FakeEngine:
     def sync(self, policy: LanguageModel, *, version: int) -> None:
         """Only the version moves."""
         self._version = version
+
+    def rest(self) -> None:
+        """It holds nothing."""

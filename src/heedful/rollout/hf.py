@@ -28,7 +28,7 @@ from heedful.models.parts import LanguageModel
 from heedful.records import Completion
 from heedful.rollout.engine import ANSWERS_TOGETHER, Request, Sampling, sample_seed
 from heedful.rollout.lean import lean_step
-from heedful.rollout.packed import can_pack, group_queries, pack_layers, takers
+from heedful.rollout.packed import JoinedPart, PackedLinear, can_pack, group_queries, pack_layers, takers
 
 COMPACT_BELOW = 0.8
 """Finished rows are dropped once the rest is below this share; each drop copies the cache."""
@@ -61,6 +61,7 @@ class HFEngine:
         self._pad_id = int(policy.tokenizer.pad_token_id)
         self._batch_size = batch_size
         self._model = _inference_copy(policy)
+        self._resting: dict[Tensor, torch.Size] = {}  # empty ones, with the shapes that they had
         on_cpu = policy.device.type == "cpu"
         self.num_packed = pack_layers(self._model) if on_cpu and policy.dtype == torch.bfloat16 and can_pack() else 0
         """Layers whose weights are kept in the order that the CPU reads; 0 where it cannot or need not."""
@@ -76,6 +77,9 @@ class HFEngine:
     @torch.no_grad()
     def sync(self, policy: LanguageModel, *, version: int) -> None:
         """Copy the policy's weights, adapters merged in float32 and rounded once."""
+        for matrix, shape in self._resting.items():
+            matrix.data = matrix.new_empty(shape)
+        self._resting = {}
         take = takers(self._model)
         missing = set(take)
         for name, tensor in merged_state(policy.model):
@@ -90,6 +94,20 @@ class HFEngine:
             raise EngineError(f"the rollout model was not given {min(missing)!r} by the policy")
         self._version = version
 
+    def rest(self) -> None:
+        """See :class:`~heedful.rollout.engine.Engine`: matrices are let go, so that their memory is there for training.
+
+        Of SmolLM2-135M 0.35 GiB; to ask the system for it again takes a CPU 0.1 s at the next ``sync``.
+        """
+        for layer in self._model.modules():
+            if isinstance(layer, (PackedLinear, JoinedPart)):
+                layer.let_go()
+        kept = self._model.state_dict().keys()  # what is not in there is not brought by a sync
+        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
+            if name in kept and tensor.dim() > 1:
+                self._resting[tensor] = tensor.shape
+                tensor.data = tensor.new_empty(0)
+
     @torch.inference_mode()
     def generate(
         self,
@@ -100,6 +118,8 @@ class HFEngine:
         on_done: Callable[[int], None] | None = None,
     ) -> list[Completion]:
         """See :class:`~heedful.rollout.engine.Engine`. Rows of like length, and of one prompt, are decoded together."""
+        if self._resting:
+            raise EngineError("the engine has let its weights go; call sync before the next generate")
         self._check_length(requests, sampling)
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
         done: dict[int, Completion] = {}

@@ -43,6 +43,10 @@ class PackedLinear(nn.Module):
         weight_OI = (weight_OI.t() if self._is_transposed else weight_OI).contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
 
+    def let_go(self) -> None:
+        """Empty again."""
+        self._packed = None
+
     @property
     def weight(self) -> Tensor:
         """The plain weight, made anew: for models that look at the weights of their layers."""
@@ -107,6 +111,10 @@ class JoinedPart(nn.Module):
     def pack(self, weight: Tensor) -> None:
         """See :meth:`PackedLinear.pack`."""
         self.joined.pack(self._place, weight)
+
+    def let_go(self) -> None:
+        """Of the whole."""
+        self.joined.whole.let_go()
 
     @property
     def weight(self) -> Tensor:

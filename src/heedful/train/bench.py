@@ -57,6 +57,7 @@ class Bench:
         num = min(NUM_PROMPTS, len(prompts))
         self.prompts = [by_length[i * (len(prompts) - 1) // max(num - 1, 1)] for i in range(num)]
         self.longest_ids = by_length[-1][1]
+        engine.rest()
 
     @property
     def tokenizer(self) -> Any:
@@ -101,7 +102,9 @@ class Bench:
         self.engine.sync(self.roles.policy, version=0)
         limit = min(self.config.sampling.max_new_tokens, MAX_NEW_TOKENS)
         requests = [Request(prompt.id, n, ids) for n, (prompt, ids) in enumerate(self.prompts)]
-        return self.engine.generate(requests, Sampling(limit, self.config.sampling.temperature), seed=self.seed)
+        answers = self.engine.generate(requests, Sampling(limit, self.config.sampling.temperature), seed=self.seed)
+        self.engine.rest()
+        return answers
 
     @cached_property
     def parts(self) -> list[tuple[list[int], TokenBatch]]:

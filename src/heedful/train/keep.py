@@ -69,6 +69,7 @@ class Keeper:
         with self._averaged():
             engine.sync(self._policy, version=step + 1)
             answers = engine.generate(requests, sampling, seed=self._seed)  # the same random streams every time
+            engine.rest()
             rollouts = self._scoring(prompts, answers, update=False)
             found = {
                 "ppo/validation_score": sum(r.score for r in rollouts) / len(rollouts),

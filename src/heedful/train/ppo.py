@@ -85,6 +85,7 @@ def train_ppo(
         asked = [prompts[j] for j in next(stream)]
         requests = _requests(asked, config.samples_per_prompt)
         completions = buffer.generate(engine, requests, sampling, seed=_mix(seed, i), step=i, weights=policy.parameters)
+        engine.rest()
         release_memory()
         clock.mark("seconds_rollout")
         generator = torch.Generator().manual_seed(_mix(seed, i))  # draws the minibatches

@@ -59,7 +59,7 @@ def run_self_test(
 
     Args:
         prompts: all prompts of the run with their ids.
-        engine: speaks for the policy; it is given the policy's weights as version 0.
+        engine: speaks for the policy; it is given the policy's weights as version 0, and rests afterwards.
         on_proof: is told each proof when it is done.
     """
     bench = Bench(roles, scoring, prompts, config, engine, seed)

@@ -195,10 +195,10 @@ def test_int8_holds_a_byte_per_weight_of_what_is_not_trained():
 
 
 def test_int8_is_named_where_it_makes_a_stage_fit():
-    found = setup("13b", gpu("h200"), ppo={"lora": {"rank": 16}, "micro_batch_tokens": 512})
+    found = setup("7b", gpu("l40s"), ppo={"lora": {"rank": 16}, "micro_batch_tokens": 512})
     cure = remedy(found, "ppo")
     assert cure is not None and cure.switches == ("--ppo.frozen_weights int8",)
-    done = setup("13b", gpu("h200"), ppo={"lora": {"rank": 16}, "micro_batch_tokens": 512, "frozen_weights": "int8"})
+    done = setup("7b", gpu("l40s"), ppo={"lora": {"rank": 16}, "micro_batch_tokens": 512, "frozen_weights": "int8"})
     assert remedy(done, "ppo") is not None and stage(done, "ppo").peak_bytes == cure.peak_bytes
 
 

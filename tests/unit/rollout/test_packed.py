@@ -10,10 +10,19 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.pytorch_utils import Conv1D
 
 from heedful.config.section import LoraConfig
+from heedful.errors import EngineError
 from heedful.rollout import hf
 from heedful.rollout.engine import Request, Sampling
 from heedful.rollout.hf import HFEngine
-from heedful.rollout.packed import PackedLinear, can_pack, group_queries, grouped_attention, pack_layers, takers
+from heedful.rollout.packed import (
+    JoinedPart,
+    PackedLinear,
+    can_pack,
+    group_queries,
+    grouped_attention,
+    pack_layers,
+    takers,
+)
 from toy_parts import disturb, model_folder, policy, prompts, requests
 
 needs_packing = pytest.mark.skipif(not can_pack(), reason="this CPU or this build of PyTorch packs no weights")
@@ -95,6 +104,38 @@ def test_the_packed_engine_says_what_the_plain_one_says(folder, tmp_path, monkey
         assert gap.mean() < 0.03 and gap.mean() < moved.mean() / 20  # bfloat16's rounding; the new weights, not the old
     completion = engine.generate(requests(part.tokenizer)[:1], Sampling(3), seed=0)[0]
     assert completion.policy_version == 2
+
+
+def num_held(engine):
+    """Numbers in all matrices of the engine's copy, packed ones too."""
+    packed = [m._packed for m in engine._model.modules() if isinstance(m, PackedLinear)]
+    packed += [m.joined.whole._packed for m in engine._model.modules() if isinstance(m, JoinedPart)]
+    matrices = [x for x in engine._model.state_dict().values() if x.dim() > 1]
+    return sum(x.numel() for x in [*packed, *matrices] if x is not None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model", ["Llama", "GPT2", "adapters", "tied", "biases"])
+def test_an_engine_at_rest_holds_no_matrix_and_speaks_as_ever_after_the_next_sync(folder, tmp_path, model, dtype):
+    options = {"tied": {"tie_word_embeddings": True}, "biases": {"attention_bias": True, "mlp_bias": True}}
+    path = (
+        folder_with(tmp_path, **options[model]) if model in options else folder("GPT2" if model == "GPT2" else "Llama")
+    )
+    part = policy(path, dtype=dtype, lora=LoraConfig(rank=4) if model == "adapters" else None)
+    rested, awake = HFEngine(part, [10**6]), HFEngine(part, [10**6])
+    asked = requests(part.tokenizer)
+    for version in (1, 2):
+        whole = num_held(rested)
+        rested.rest()
+        rested.rest()  # a second time changes nothing
+        assert num_held(rested) == 0 < whole
+        with pytest.raises(EngineError, match="call sync"):
+            rested.generate(asked, Sampling(3), seed=0)
+        disturb(part, 0.3, seed=version)
+        for engine in (rested, awake):
+            engine.sync(part, version=version)
+        found, expected = (engine.generate(asked, Sampling(5), seed=0) for engine in (rested, awake))
+        assert found == expected and num_held(rested) == whole
 
 
 @needs_packing

@@ -105,7 +105,7 @@ def test_a_prompt_met_twice_in_a_step_gets_streams_of_its_own(models, tmp_path):
     real = HFEngine(parts.policy, end_token_ids(parts.policy.tokenizer))
 
     class Spy:
-        sync = staticmethod(real.sync)
+        sync, rest = staticmethod(real.sync), staticmethod(real.rest)
 
         def generate(self, requests, sampling, **options):
             found = real.generate(requests, sampling, **options)
