@@ -101,6 +101,8 @@ def _says(stage: dict[str, Any]) -> list[str]:
         total = f"; {time['steps']} steps: about {duration(time['total_seconds'])}" if time["total_seconds"] else ""
         took = f"; a step about {_seconds(time['step_seconds'])} ({parts}){total}"
     lines = [f"{stage['stage']}: peak {stage['peak_bytes'] / GIB:.2f} GiB, {stage['verdict']}{took}"]
+    if stage["main_memory_bytes"]:
+        lines.append(f"  {stage['main_memory_bytes'] / GIB:.1f} GiB wait in main memory outside of the scoring")
     if stage["verdict"] != "fits":
         remedy = stage["remedy"]
         if remedy is None:

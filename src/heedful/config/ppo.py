@@ -262,6 +262,9 @@ class PPOConfig(Section):
     frozen_weights: Literal["float", "int8"] = "float"
     """int8 holds what is never trained (reference, reward, the base under adapters where lora.base is float) in a byte
     per weight, measured."""
+    offload_frozen: bool = False
+    """Frozen models of their own (reference, reward models) wait in main memory outside of the scoring, and come back
+    layer by layer; on a GPU only, since elsewhere there is no other memory."""
     activation_checkpointing: bool = False
     """Keep only the layers' inputs for the backward pass and compute the rest again: less memory, a third more time."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -357,12 +360,15 @@ class PPOConfig(Section):
     @property
     def _leaves_frozen_float(self) -> bool:
         """Whether something that is never trained is not in few bits by lora.base."""
-        if self.lora is None or self.lora.base == "float":
-            return True
+        return self.lora is None or self.lora.base == "float" or self._has_frozen_reward
+
+    @property
+    def _has_frozen_reward(self) -> bool:
+        """Whether a reward model shares no weight with a part that is trained."""
         if any(part.model not in (None, "run:reward") for part in self.reward_parts.values()):
             return True
-        apart = self.roles != "shared" and (self.roles == "separate" or self.value_from != "reward")
-        return self.uses_own_reward and apart
+        apart = self.roles == "separate" or self.value_from != "reward" or self.lora is None
+        return self.uses_own_reward and self.roles != "shared" and apart
 
     def _refuse_without_effect(self) -> None:
         """A changed key that nothing would read; keys at their default may stand beside anything."""
@@ -378,6 +384,8 @@ class PPOConfig(Section):
             ("value_coefficient", changed(self, "value_coefficient"), self.value_from == "trunk", "value_from: trunk"),
             ("frozen_weights", changed(self, "frozen_weights"), self._leaves_frozen_float,
              "lora.base: float, or a frozen model of its own"),
+            ("offload_frozen", self.offload_frozen,
+             self.lora is None or self.roles == "separate" or self._has_frozen_reward, "a frozen model of its own"),
             ("missing_end_penalty", penalty, self.missing_end_score is None, "missing_end_score to be left out"),
         ):  # fmt: skip
             if is_changed and not acts:

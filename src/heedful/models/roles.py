@@ -31,6 +31,7 @@ from heedful.models.casts import keep_casts
 from heedful.models.heads import load_heads
 from heedful.models.load import load_causal, load_scalar, load_tokenizer
 from heedful.models.lora import add_lora, is_adapted
+from heedful.models.offload import Offload, Offloaded
 from heedful.models.output import Head
 from heedful.models.parts import LanguageModel, Part, ScalarModel
 from heedful.models.quantise import Rounding, quantise
@@ -55,6 +56,8 @@ class Reference:
     part: LanguageModel
     is_exact: bool = True
     """Computes as the policy does at the start; False for the int8 copy of a policy that is trained in float32"""
+    offloaded: Offloaded | None = None
+    """Where its weights wait in main memory"""
 
     def logprobs(
         self, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
@@ -71,12 +74,16 @@ class Reference:
     @property
     def head(self) -> Head:
         """The output layer; no adapter acts on it."""
+        if self.offloaded is not None:
+            self.offloaded.arrive()
         return self.part.head
 
     def logprobs_of(
         self, hidden_BTD: Tensor, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """As :meth:`LanguageModel.logprobs_of`, without gradient."""
+        if self.offloaded is not None:
+            self.offloaded.arrive()
         with torch.no_grad(), self.part.reference():
             return self.part.logprobs_of(hidden_BTD, batch, temperature=temperature, with_entropy=with_entropy)
 
@@ -118,6 +125,8 @@ class Roles:
     """None where no reward model was given: the reward then comes from elsewhere"""
     rounding: Rounding = field(default_factory=Rounding)
     """What holds frozen weights in few bits, and what that has changed"""
+    offload: Offload = field(default_factory=lambda: Offload(torch.device("cpu"), wanted=False))
+    """Frozen models that wait in main memory"""
 
 
 def build_policy(
@@ -232,6 +241,7 @@ def build_roles(
     new_reward_head: bool = False,
     sharing: Sharing | None = None,
     rounding: Rounding | None = None,
+    offload_frozen: bool = False,
 ) -> Roles:
     """The parts of PPO from an SFT policy's folder and, where there is one, a reward model's folder.
 
@@ -245,6 +255,7 @@ def build_roles(
             the reward has that one's adapter, and ``value_lora`` says nothing.
         rounding: holds frozen weights as it says, those under adapters too where ``lora.base`` leaves them in float,
             and measures what that changes, and what ``lora.base`` does.
+        offload_frozen: frozen models of their own wait in main memory where the device has another.
 
     Raises:
         ModelError: a folder that does not hold what its part needs, no reward model for a value that starts as it, or
@@ -258,6 +269,7 @@ def build_roles(
     reference: LanguageModel
     value: ScalarModel | TrunkHead
     reward: ScalarModel | None
+    offload, waiting = Offload(device, wanted=offload_frozen), None
     if sharing == "shared":
         if policy_lora is None:
             raise ModelError("parts on one base need adapters; give policy_lora")
@@ -271,9 +283,12 @@ def build_roles(
     else:
         apart = sharing == "separate"
         policy, reference = _policy_and_reference(policy_path, policy_lora, apart, rounding, **hardware)
+        waiting = None if reference is policy else offload.take(reference)
         value, reward = _value_and_reward(
             policy, policy_path, reward_path, value_lora, value_from, apart, rounding, new_reward_head, **hardware
         )
+        if reward is not None and reward is not value:
+            offload.take(reward)
     if activation_checkpointing:
         for part in (policy, value):
             if isinstance(part, Part):
@@ -281,10 +296,11 @@ def build_roles(
     starts_as_reward = value_from == "reward"
     return Roles(
         policy,
-        Reference(reference, is_exact=rounding.frozen == "float" or is_adapted(policy.model)),
+        Reference(reference, rounding.frozen == "float" or is_adapted(policy.model), waiting),
         Value(value, value_shift, value_scale) if starts_as_reward else Value(value),
         None if reward is None else Reward(reward),
         rounding,
+        offload,
     )
 
 

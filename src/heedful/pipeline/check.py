@@ -82,7 +82,7 @@ def check(recipe: Recipe, *, on_proof: Callable[[Proof], None] | None = None) ->
     seed_everything(recipe.seed)
     prompts, _ = ppo_prompts(context, load_tokenizer(context.sft_policy))
     roles = ppo_roles(context, prompts)
-    scoring = build_scoring(context, config, roles.reward, rounding=roles.rounding)
+    scoring = build_scoring(context, config, roles.reward, rounding=roles.rounding, offload=roles.offload)
     engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
     proofs: list[Proof] = []
 

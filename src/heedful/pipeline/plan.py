@@ -113,6 +113,7 @@ def _stage(setup: Setup, plan: StagePlan, time: StageTime | None) -> dict[str, A
         "not_in_heedful_yet": {} if found == "fits" else not_yet(setup, plan.stage),
         "phases": [{"name": p.name, "total_bytes": p.total_bytes, "parts": p.parts} for p in plan.phases],
         "disk_bytes": plan.disk_bytes,
+        "main_memory_bytes": plan.main_memory_bytes,
         "time": None if time is None else {
             "steps": time.steps, "step_seconds": time.step_seconds, "total_seconds": time.total_seconds,
             "phases": [dataclasses.asdict(work) for work in time.phases],

@@ -74,7 +74,11 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     roles = ppo_roles(context, prompts)
     # in the stage's own folder: a score that another run has left may differ in the last bit
     cache = ScoreCache(stage.path / "scores.sqlite")
-    scoring = build_scoring(context, config, roles.reward, cache=cache, rounding=roles.rounding)
+    scoring = build_scoring(
+        context, config, roles.reward, cache=cache, rounding=roles.rounding, offload=roles.offload
+    )
+    if config.offload_frozen:
+        tell(f"offload_frozen: {roles.offload}")
     demonstrations = _demonstrations(context, roles.policy.tokenizer)
     engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
     if config.self_test and not checkpoint.exist(stage.checkpoints):  # a run that goes on has proved itself
@@ -131,7 +135,7 @@ def ppo_roles(context: Context, prompts: Sequence[tuple[Prompt, list[int]]] = ()
         context.sft_policy, reward_path, policy_lora=config.lora, value_lora=config.lora, value_from=config.value_from,
         value_shift=mean, value_scale=std / own.weight, new_reward_head=context.reward_is_stand_in,
         activation_checkpointing=config.activation_checkpointing, sharing=config.roles, rounding=rounding,
-        **context.hardware(),
+        offload_frozen=config.offload_frozen, **context.hardware(),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from heedful.runs.progress import tell
 
 if TYPE_CHECKING:
     from heedful.models.heads import Heads
+    from heedful.models.offload import Offload
     from heedful.models.quantise import Rounding
     from heedful.models.roles import Reward
     from heedful.rollout.cache import ScoreCache
@@ -99,7 +100,7 @@ def _ensemble(path: Path) -> Heads | None:
 
 def build_scoring(
     context: Context, config: PPOConfig, own: Reward | None, *, cache: ScoreCache | None = None,
-    rounding: Rounding | None = None,
+    rounding: Rounding | None = None, offload: Offload | None = None,
 ) -> Scoring:  # fmt: skip
     """The whole reward of a recipe, each part with its scaler.
 
@@ -107,6 +108,7 @@ def build_scoring(
         own: this run's reward model; may be None where no part reads it.
         cache: holds the scores of reward models.
         rounding: holds further reward models as it says.
+        offload: takes them to main memory where it does so.
 
     Raises:
         ConfigError, GateError, ModelError: as :func:`check_rewards`.
@@ -118,7 +120,7 @@ def build_scoring(
 
     sources: list[RewardSource] = []
     scalers: dict[str, Scaler] = {}
-    models = _Models(context, own, cache, rounding)
+    models = _Models(context, own, cache, rounding, offload)
     for name, part in config.reward_parts.items():
         card = None
         if part.function is not None:
@@ -166,9 +168,11 @@ class _Models:
     """The reward models of the parts, each loaded once."""
 
     def __init__(
-        self, context: Context, own: Reward | None, cache: ScoreCache | None, rounding: Rounding | None = None
-    ) -> None:
-        self._context, self._own, self._cache, self._rounding = context, own, cache, rounding
+        self, context: Context, own: Reward | None, cache: ScoreCache | None, rounding: Rounding | None,
+        offload: Offload | None,
+    ) -> None:  # fmt: skip
+        self._context, self._own, self._cache = context, own, cache
+        self._rounding, self._offload = rounding, offload
         self._loaded: dict[Path | None, LastRead] = {}
 
     def of(self, name: str, part: RewardPart) -> tuple[LastRead, RewardCard | None]:
@@ -192,6 +196,8 @@ class _Models:
         if path not in self._loaded:
             tell(f"reward {name}: loading {part.model}")
             reward = build_reward(path, rounding=self._rounding, name=f"rewards.{name}", **hardware)
+            if self._offload is not None:
+                self._offload.take(reward.part)
             self._loaded[path] = LastRead(cached(reward, path, hardware["dtype"], self._cache))
         return self._loaded[path], _card_of(path, part.head)
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from heedful.config.recipe import Recipe, Stage
 from heedful.config.section import LoraConfig
-from heedful.plan.memory import plan_memory
+from heedful.plan.memory import plan_memory, waiting_models
 from heedful.plan.parts import Setup, StagePlan
 from heedful.plan.workload import StageWork
 
@@ -98,6 +98,9 @@ def _switches(setup: Setup, stage: Stage) -> list[Switch]:
         tokens = rows * work.largest.row_tokens
         text = f"--{stage}.micro_batch_tokens {tokens}"
         found.append(Switch(text, 1, lambda s: _with(s, stage, {"micro_batch_tokens": tokens}, rows)))
+    if stage == "ppo" and not section.offload_frozen:
+        switch = Switch("--ppo.offload_frozen true", 1, lambda s: _with(s, stage, {"offload_frozen": True}))
+        found += [switch] if waiting_models(switch.turn(setup)) else []
     if stage == "ppo" and not section.activation_checkpointing:
         found.append(Switch("--ppo.activation_checkpointing true", 2,
                             lambda s: _with(s, stage, {"activation_checkpointing": True})))  # fmt: skip

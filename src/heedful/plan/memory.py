@@ -142,7 +142,8 @@ def _ppo(setup: Setup) -> StagePlan:
     models = ppo_models(setup)
     policy = models[0]
     value = next((m for m in models if m.part == "value"), None)
-    held = {**_libraries(setup), **_of_models(models), **_casts(models, setup)}
+    waiting = waiting_models(setup)
+    held = {**_libraries(setup), **_of_models([m for m in models if m not in waiting]), **_casts(models, setup)}
     phases = list(_loading(setup, models))
     if config.self_test and work.in_self_test and setup.machine.kind == "cpu":  # elsewhere it reserves the moments too
         beside = _kept_beside(value, work.in_self_test, setup) if value else {}
@@ -155,8 +156,10 @@ def _ppo(setup: Setup) -> StagePlan:
     rows = min(DECODED_TOGETHER, config.samples_per_step)
     phases += [
         _rollout(setup, held, rows, setup.work.prompt_tokens, config.sampling.max_new_tokens),
-        Phase("score", {**held, **_scoring(setup, models, work.largest)}),
+        Phase("score", {**held, **_of_models(waiting), **_scoring(setup, models, work.largest)}),
     ]
+    if config.kl.in_loss == "exact":  # the loss reads the reference's output layer
+        held |= _of_models([m for m in waiting if m.part == "reference"])
     if config.value_from == "frozen_trunk" or value is None:
         phases.append(Phase("train policy and value", {**held, **training_parts(policy, work.largest, setup)}))
     else:
@@ -166,7 +169,16 @@ def _ppo(setup: Setup) -> StagePlan:
     reads_again = config.lora is not None and config.lora.base == "float" and policy.form != "float"
     phases += _saving(setup, held, policy, reads_again=reads_again)
     trains = [m for m in models if not m.frozen]
-    return StagePlan("ppo", tuple(phases), _disk(trains, work, policy, config.checkpoint.keep))
+    at_home = sum(m.held_bytes for m in waiting)
+    return StagePlan("ppo", tuple(phases), _disk(trains, work, policy, config.checkpoint.keep), at_home)
+
+
+def waiting_models(setup: Setup) -> list[Model]:
+    """The frozen models that wait in main memory until the scoring (``models/offload.py``)."""
+    config = setup.recipe.ppo
+    if config is None or not config.offload_frozen or setup.machine.kind == "cpu":
+        return []
+    return [m for m in ppo_models(setup) if m.training is None]
 
 
 def _casts(models: list[Model], setup: Setup) -> dict[str, int]:

@@ -137,6 +137,8 @@ class StagePlan:
     phases: tuple[Phase, ...]
     disk_bytes: dict[str, int] = field(default_factory=dict)
     """Checkpoints while the stage runs; the model that it leaves"""
+    main_memory_bytes: int = 0
+    """Of weights that wait in main memory beside a GPU"""
 
     @property
     def largest(self) -> Phase:

@@ -7,10 +7,10 @@ trained; the output layer 2·V·D per counted token forward, again in the backwa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from heedful.config.recipe import Stage
-from heedful.plan.memory import DECODED_TOGETHER, ppo_models, trained
+from heedful.plan.memory import DECODED_TOGETHER, ppo_models, trained, waiting_models
 from heedful.plan.parts import Model, Setup
 from heedful.plan.shape import ModelShape
 
@@ -23,6 +23,9 @@ BANDWIDTH_SHARE = 0.6
 SECONDS_PER_LAYER = {"cuda": 0.5e-3, "cpu": 2.5e-3}
 """Of one decoding step beyond arithmetic: PyTorch starts some 30 small operations per layer. CPU: measured with 16 rows
 of SmolLM2-135M; GPU: assumed."""
+
+HOST_BYTES_PER_SECOND = 20e9
+"""From page-locked main memory to a GPU; assumed (PCIe 4.0 with 16 lanes)."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ def _ppo(setup: Setup) -> StageTime:
     if value is not None and config.uses_own_reward and "reward" not in models:
         score += forward(value.shape, tokens, row)  # the reward, on the value's base
     phases = [_rollout(setup, answers, work.tokens_per_step / answers - config.sampling.max_new_tokens + 1)]
-    phases.append(_work(setup, "score", score, 4 * policy.num_own * setup.s, FORWARD_SHARE))
+    scoring = _work(setup, "score", score, 4 * policy.num_own * setup.s, FORWARD_SHARE)
+    coming = sum(m.held_bytes for m in waiting_models(setup)) / HOST_BYTES_PER_SECOND  # while the first compute
+    phases.append(replace(scoring, seconds=max(scoring.seconds, coming)))
     trained_models = [policy] if value is None else [policy, value]
     for model in trained_models:
         one = _train(setup, model, tokens, 0 if model.scalar else counted, row)

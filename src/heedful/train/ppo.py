@@ -75,17 +75,17 @@ def train_ppo(
     recorder, trail = Recorder(stage, roles, config), Trail()
     update = Update(roles, config, policy, value, ptx, recorder)
     buffer = RolloutBuffer(stage.path / "rollouts")
+    voice: Engine = engine or HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
 
     def step(i: int) -> StepStats:
-        nonlocal engine
         clock = Clock()
-        if engine is None:  # after the loop has restored the weights
-            engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
-        engine.sync(roles.policy, version=i)
+        roles.offload.send_away()  # what the self-test or a validation has brought
+        voice.sync(roles.policy, version=i)
         asked = [prompts[j] for j in next(stream)]
         requests = _requests(asked, config.samples_per_prompt)
-        completions = buffer.generate(engine, requests, sampling, seed=_mix(seed, i), step=i, weights=policy.parameters)
-        engine.rest()
+        completions = buffer.generate(voice, requests, sampling, seed=_mix(seed, i), step=i, weights=policy.parameters)
+        voice.rest()
+        roles.offload.fetch()
         release_memory()
         clock.mark("seconds_rollout")
         generator = torch.Generator().manual_seed(_mix(seed, i))  # draws the minibatches
@@ -101,6 +101,7 @@ def train_ppo(
             if i == 0:
                 _prove_start(experience, roles)
                 on_first_scores(rollouts)
+            roles.offload.send_away()
             clock.mark("seconds_score")
             outcome = update.run(i, experience, generator)
         release_memory()
@@ -109,7 +110,7 @@ def train_ppo(
         _log_leash(controller, stats)
         if i >= config.value_warmup_steps:  # before that the policy cannot answer to β, which would drift away
             controller.update(_measured(stats, scoring.comparable(rollouts)))
-        stats.scalars |= keeper.after_step(i, engine, sampling)
+        stats.scalars |= keeper.after_step(i, voice, sampling)
         if i % config.histogram_every_steps:
             stats.histograms = {}
         stats.samples = sample_rows([p for p, _ in asked], rollouts, experience, config.sample_rows)
@@ -118,8 +119,7 @@ def train_ppo(
 
     parts = {"policy": policy, "value": value, "kl": controller, "data": stream, "scoring": scoring, "keeper": keeper,
              "trail": trail, **({"ptx": ptx} if ptx else {})}  # fmt: skip
-    loop = Loop("PPO", stage, config.steps, config.checkpoint, parts, SHOWN, on_saved=buffer.forget_before)
-    loop.run(step)
+    Loop("PPO", stage, config.steps, config.checkpoint, parts, SHOWN, on_saved=buffer.forget_before).run(step)
     buffer.forget_before(config.steps)
     return {"steps": config.steps, "num_prompts": len(prompts), **trail.results(), **keeper.finish()}
 

@@ -152,6 +152,7 @@ def longest_batch_fits(bench: Bench) -> Finding:
     moments = [torch.empty_like(p) for p in trained.values() for _ in range(2)]
     reference_BTD = roles.reference.hidden(batch)
     roles.reference.logprobs_of(reference_BTD, batch, temperature=config.sampling.temperature)
+    roles.offload.send_away()  # as before an update
     kept_BT = roles.value.values(batch) if bench.holds_two_graphs else None
     losses: list[Callable[[], Tensor]] = [lambda: _policy_loss(bench, batch, reference_BTD)]
     if not roles.value.is_shared:

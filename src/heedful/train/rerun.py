@@ -88,6 +88,7 @@ class Findings:
 def rerun(record: Replay, roles: Roles) -> Findings:
     """Run the recorded batch again on ``roles``, which hold the recorded weights."""
     found = Findings(record.error["message"], record.step, record.phase)
+    roles.offload.restore()
     found.bad_weights = [
         f"{who}: {name}" for who, model in _models(roles) for name, p in model.named_parameters()
         if not bool(torch.isfinite(p).all())

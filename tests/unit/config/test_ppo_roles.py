@@ -86,3 +86,17 @@ def test_frozen_weights_are_named_only_where_some_are_left(keys, acts):
     else:
         with pytest.raises(ValidationError, match=r"frozen_weights has no effect .* it needs lora.base: float"):
             PPOConfig(**keys, frozen_weights="int8")
+
+
+@pytest.mark.parametrize(("keys", "acts"), [
+    ({}, True), ({"roles": "trunk"}, True), ({"lora": {}}, False), ({"lora": {}, "roles": "separate"}, True),
+    ({"roles": "shared"}, False), ({"lora": {}, "value_from": "policy"}, True),
+    ({"lora": {}, "value_from": "policy", "rewards": {"f": {"function": "a:b"}}}, False),
+    ({"roles": "shared", "rewards": {"own": {"model": "run:reward"}, "more": {"model": "m"}}}, True),
+])  # fmt: skip
+def test_only_frozen_models_of_their_own_can_be_in_main_memory(keys, acts):
+    if acts:
+        assert PPOConfig(**keys, offload_frozen=True).offload_frozen
+    else:
+        with pytest.raises(ValidationError, match=r"offload_frozen has no effect .* it needs a frozen model"):
+            PPOConfig(**keys, offload_frozen=True)

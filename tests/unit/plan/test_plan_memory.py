@@ -10,7 +10,7 @@ import pytest
 from heedful.config.recipe import Recipe
 from heedful.errors import ConfigError
 from heedful.plan.activations import Batch, Training, trunk
-from heedful.plan.fit import checkpoint_disk, not_yet, remedy, verdict
+from heedful.plan.fit import MARGIN, checkpoint_disk, not_yet, remedy, verdict
 from heedful.plan.machine import CONTEXT_BYTES, GPUS, Machine, gpu
 from heedful.plan.memory import plan_memory, ppo_models
 from heedful.plan.parts import Setup
@@ -200,6 +200,37 @@ def test_int8_is_named_where_it_makes_a_stage_fit():
     assert cure is not None and cure.switches == ("--ppo.frozen_weights int8",)
     done = setup("7b", gpu("l40s"), ppo={"lora": {"rank": 16}, "micro_batch_tokens": 512, "frozen_weights": "int8"})
     assert remedy(done, "ppo") is not None and stage(done, "ppo").peak_bytes == cure.peak_bytes
+
+
+def test_frozen_models_in_main_memory_are_there_for_the_scoring_alone():
+    def phases(machine, **keys):
+        found = stage(setup("7b", machine, ppo={"value_from": "reward", **keys}), "ppo")
+        return {phase.name: phase.parts for phase in found.phases}, found.main_memory_bytes
+
+    reference, reward = "reference: parameters", "reward: parameters"
+    there, at_home = phases(gpu("h200"))
+    assert at_home == 0 and all({reference, reward} <= parts.keys() for parts in there.values())
+    waiting, at_home = phases(gpu("h200"), offload_frozen=True)
+    assert at_home == there["score"][reference] + there["score"][reward]
+    for name, parts in waiting.items():
+        rest = {key: size for key, size in there[name].items() if key not in (reference, reward)}
+        assert parts == (there[name] if name == "score" else rest)
+    exact, _ = phases(gpu("h200"), offload_frozen=True, kl={"in_loss": "exact", "in_reward": "none"})
+    assert reference in exact["train policy"] and reward not in exact["train policy"]
+    on_cpu, at_home = phases(Machine("two cores", "cpu", 24 * GIB, 1.7e12, 24e9), offload_frozen=True)
+    assert at_home == 0 and reference in on_cpu["rollout"]
+
+
+def test_frozen_models_in_main_memory_are_the_first_remedy_that_is_named():
+    keys = {"micro_batch_tokens": 511, "sampling": {"max_new_tokens": 256}}  # one row
+    plain, away = (setup("7b", ppo={**keys, "offload_frozen": x}) for x in (False, True))
+    between = (stage(plain, "ppo").peak_bytes + stage(away, "ppo").peak_bytes) / 2 / MARGIN
+    machine = dataclasses.replace(plain.machine, memory_bytes=int(between / 0.95) + CONTEXT_BYTES)
+    cure = remedy(dataclasses.replace(plain, machine=machine), "ppo")
+    assert cure is not None and cure.switches == ("--ppo.offload_frozen true",)
+    assert cure.peak_bytes == stage(away, "ppo").peak_bytes
+    nothing_to_move = setup("70b", gpu("t4"), ppo={**keys, "roles": "shared"})
+    assert remedy(nothing_to_move, "ppo") is None
 
 
 def test_a_base_in_few_bits():

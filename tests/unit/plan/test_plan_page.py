@@ -22,6 +22,7 @@ MODES = {
     "SFT, all weights": {"sft": {}},
     "SFT, adapters": {"sft": {"lora": LORA}},
     "PPO, all weights": {"ppo": {}},
+    "PPO, all weights, `offload_frozen`": {"ppo": {"offload_frozen": True}},
     "PPO, adapters": {"ppo": {"lora": LORA}},
     "PPO, `roles: shared`": {"ppo": {"roles": "shared"}},
 }
