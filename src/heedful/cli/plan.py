@@ -102,7 +102,8 @@ def _says(stage: dict[str, Any]) -> list[str]:
         took = f"; a step about {_seconds(time['step_seconds'])} ({parts}){total}"
     lines = [f"{stage['stage']}: peak {stage['peak_bytes'] / GIB:.2f} GiB, {stage['verdict']}{took}"]
     if stage["main_memory_bytes"]:
-        lines.append(f"  {stage['main_memory_bytes'] / GIB:.1f} GiB wait in main memory outside of the scoring")
+        beside = stage["main_memory_bytes"] / GIB
+        lines.append(f"  main memory beside it: {beside:.1f} GiB (models that wait there or are saved)")
     if stage["verdict"] != "fits":
         remedy = stage["remedy"]
         if remedy is None:

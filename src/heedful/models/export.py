@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def _self_test(model: Any, plain: Any, tokenizer: Any, heads: Heads | None) -> d
 
     def scored(which: Any, dtype: torch.dtype) -> dict[str, Any]:
         part = ScalarModel(which, tokenizer, next(which.parameters()).device, dtype)
-        part.heads = heads
+        part.heads = heads and replace(heads, weight_HD=heads.weight_HD.detach().to(part.device))
         return self_test(part)
 
     def gap(a: dict[str, Any], b: dict[str, Any]) -> float:
@@ -168,7 +169,9 @@ def _save(
 
 
 def _plain_model(model: Any, *, dtype: torch.dtype | None = None, base: Path | str | None = None) -> Any:
-    """A model of the plain class around the merged weights; untouched weights are shared with the live model.
+    """A model of the plain class around the merged weights, in main memory; there untouched ones are the live model's.
+
+    Each weight leaves a GPU as soon as it is merged, which needs no room for a second model there.
 
     Args:
         dtype: of its weights; None keeps them, or float32 for merged ones.
@@ -180,7 +183,8 @@ def _plain_model(model: Any, *, dtype: torch.dtype | None = None, base: Path | s
     live = base_of(model)
     if is_adapted(model) and dtype is None:
         dtype = torch.float32
-    state = dict(merged_state(model, dtype=dtype, originals=_originals(live, base)))
+    merged = merged_state(model, dtype=dtype, originals=_originals(live, base))
+    state = {name: tensor.cpu() for name, tensor in merged}
     config = copy.deepcopy(live.config)
     if _trained_apart(live, state):
         config.tie_word_embeddings = False  # else the reloaded model would have the embedding for its head
@@ -194,7 +198,7 @@ def _plain_model(model: Any, *, dtype: torch.dtype | None = None, base: Path | s
     for name, module in plain.named_modules():  # rotary frequencies and the like, which no state dict holds
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[key] = live.get_submodule(name)._buffers[key]
+                module._buffers[key] = live.get_submodule(name)._buffers[key].cpu()
     if getattr(live, "generation_config", None) is not None:
         plain.generation_config = copy.deepcopy(live.generation_config)
     return plain.eval()

@@ -15,7 +15,7 @@ input embedding that is no output layer, for the tokens that were read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from heedful.config.section import LoraConfig
@@ -68,7 +68,7 @@ def _sft(setup: Setup) -> StagePlan:
     held = {**_libraries(setup), **_of_models([policy]), **_moments([policy], work), **_casts([policy], setup)}
     phases = (*_loading(setup, [policy]), Phase("train", {**held, **training_parts(policy, work.largest, setup)}),
               *_saving(setup, held, policy))  # fmt: skip
-    return StagePlan("sft", phases, _disk([policy], work, policy, config.checkpoint.keep))
+    return StagePlan("sft", phases, _disk([policy], work, policy, config.checkpoint.keep), _beside(setup, policy))
 
 
 def _reward(setup: Setup) -> StagePlan:
@@ -82,7 +82,7 @@ def _reward(setup: Setup) -> StagePlan:
         held["best weights"] = model.num_trained * FLOAT32
     phases = (*_loading(setup, [model]), Phase("train", {**held, **training_parts(model, work.largest, setup)}),
               *_saving(setup, held, model))  # fmt: skip
-    return StagePlan("reward", phases, _disk([model], work, model, config.checkpoint.keep))
+    return StagePlan("reward", phases, _disk([model], work, model, config.checkpoint.keep), _beside(setup, model))
 
 
 def _evaluate(setup: Setup) -> StagePlan:
@@ -169,8 +169,8 @@ def _ppo(setup: Setup) -> StagePlan:
     reads_again = config.lora is not None and config.lora.base == "float" and policy.form != "float"
     phases += _saving(setup, held, policy, reads_again=reads_again)
     trains = [m for m in models if not m.frozen]
-    at_home = sum(m.held_bytes for m in waiting)
-    return StagePlan("ppo", tuple(phases), _disk(trains, work, policy, config.checkpoint.keep), at_home)
+    disk = _disk(trains, work, policy, config.checkpoint.keep)
+    return StagePlan("ppo", tuple(phases), disk, _beside(setup, policy, waiting))
 
 
 def waiting_models(setup: Setup) -> list[Model]:
@@ -295,17 +295,31 @@ def _rollout(setup: Setup, held: dict[str, int], rows: int, prompt: int, answer:
 
 
 def _saving(setup: Setup, held: dict[str, int], model: Model, *, reads_again: bool = False) -> Iterator[Phase]:
-    """A model with adapters is merged into a float32 copy when it is saved.
+    """A model with adapters is merged into a float32 copy when it is saved, weight by weight and in main memory.
 
     ``reads_again``: into the weights that its rounded ones were made from, read into main memory once more.
     """
-    if model.training is not None and model.training.rank is not None:
-        twice = model.shape.num_embedding if model.shape.tied and not model.scalar else 0  # under both of its names
-        holes = HEAP_MERGE if setup.machine.kind == "cpu" else 0.0
-        parts = {"merged copy": int((model.num_own + twice) * FLOAT32 * (1 + holes))}
-        if reads_again and setup.machine.kind == "cpu":
+    if setup.machine.kind == "cpu" and _merges(model):
+        parts = {"merged copy": int(_merged_bytes(model) * (1 + HEAP_MERGE))}
+        if reads_again:
             parts["weights before int8"] = model.num_own * setup.s
         yield Phase("save", {**held, **parts})
+
+
+def _merges(model: Model) -> bool:
+    return model.training is not None and model.training.rank is not None
+
+
+def _merged_bytes(model: Model) -> int:
+    twice = model.shape.num_embedding if model.shape.tied and not model.scalar else 0  # under both of its names
+    return (model.num_own + twice) * FLOAT32
+
+
+def _beside(setup: Setup, saved: Model, waiting: Sequence[Model] = ()) -> int:
+    """Of main memory beside a GPU: models that wait there, and the model that is saved."""
+    if setup.machine.kind == "cpu":
+        return 0
+    return sum(m.held_bytes for m in waiting) + (_merged_bytes(saved) if _merges(saved) else saved.held_bytes)
 
 
 def _disk(models: list[Model], work: StageWork, saved: Model, keep: int) -> dict[str, int]:

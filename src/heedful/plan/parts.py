@@ -138,7 +138,7 @@ class StagePlan:
     disk_bytes: dict[str, int] = field(default_factory=dict)
     """Checkpoints while the stage runs; the model that it leaves"""
     main_memory_bytes: int = 0
-    """Of weights that wait in main memory beside a GPU"""
+    """Beside a GPU: models that wait there, and the one that is saved"""
 
     @property
     def largest(self) -> Phase:

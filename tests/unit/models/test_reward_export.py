@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from heedful.config.section import LoraConfig
 from heedful.data.chat import answer_ids, prompt_ids
 from heedful.errors import ModelError
 from heedful.models.export import save_reward, verify_reward
+from heedful.models.heads import new_heads
 from heedful.models.load import load_scalar
 from heedful.models.parts import ScalarModel
 from heedful.models.roles import build_reward, build_scalar
@@ -199,3 +201,39 @@ def test_texts_that_template_or_positions_refuse_are_left_out(tmp_path):
     part.base.config.max_position_embeddings = 100
     shorter = self_test(part)["pairs"]
     assert 0 < len(shorter) < 18 and all(p["num_tokens"] <= 100 for p in shorter)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_what_is_saved_is_made_in_main_memory(tmp_path, lora, monkeypatch):
+    """Every weight leaves the device as it is merged; on a CPU what no adapter changes is not copied."""
+    from heedful.models import export
+
+    made = []
+    real = export._plain_model
+
+
+    def noted(*args, **options):
+        made.append(real(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(export, "_plain_model", noted)
+    part, _ = saved(tmp_path, lora=lora)
+    (plain,) = made
+    assert {x.device.type for x in [*plain.parameters(), *plain.buffers()]} == {"cpu"}
+    live = part.base.get_input_embeddings().weight
+    assert plain.get_input_embeddings().weight.data_ptr() == live.data_ptr()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", ["ensemble", None])
+def test_a_reward_model_on_a_gpu_is_saved_from_main_memory(tmp_path, kind):
+    cuda = torch.device("cuda")
+    model_folder(tmp_path / "base")
+    part = build_scalar(tmp_path / "base", lora=LORA, device=cuda, dtype=F32, new_head=True)
+    heads = None
+    if kind is not None:
+        heads = replace(new_heads(kind, {"a": 1.0, "b": 1.0}, 32, seed=0, device=cuda), means=(0.0, 0.0),
+                        deviations=(1.0, 1.0))  # fmt: skip
+        part.set_head(heads.row())
+    save_reward(part.model, part.tokenizer, tmp_path / "out", score_mean=0.5, score_std=2.0, heads=heads)
+    assert verify_reward(tmp_path / "out", device=cuda)

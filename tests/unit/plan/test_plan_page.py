@@ -32,7 +32,7 @@ WORDS = {"fits": "yes", "tight": "tight", "does not fit": "no"}
 
 
 def row(size: str, mode: str) -> str:
-    """A line of the table: what training and saving need, and where the larger of them fits."""
+    """A line of the table: what a stage needs, in which phase, and where that fits."""
     ((stage, keys),) = MODES[mode].items()
     recipe = Recipe.model_validate({
         "model": {"name": size, "dtype": "bfloat16", "reward": "some/reward"},
@@ -41,14 +41,13 @@ def row(size: str, mode: str) -> str:
     })  # fmt: skip
     shape, machine = NAMED[size], gpu("a100-80g")
     plan = plan_memory(Setup(recipe, shape, shape, machine, of_limits(recipe, shape.max_positions)))[0]
-    working = max((p for p in plan.phases if p.name != "save"), key=lambda phase: phase.total_bytes)
-    save = next((f"{p.total_bytes / GIB:.0f}" for p in plan.phases if p.name == "save"), "–")
+    working = plan.largest
     state = sum(n for name, n in working.parts.items() if name.endswith(("parameters", "gradients", "optimizer")))
     sharded = working.total_bytes - state + state // 8
     fits = [WORDS[verdict(plan.peak_bytes, gpu(name).usable_bytes)] for name in ("rtx-4090", "a100-80g")]
     eight = WORDS[verdict(sharded, machine.usable_bytes)]
     return (
-        f"| {size} | {mode} | {working.total_bytes / GIB:.0f} ({working.name}) | {save} | {fits[0]} | {fits[1]} "
+        f"| {size} | {mode} | {working.total_bytes / GIB:.0f} ({working.name}) | {fits[0]} | {fits[1]} "
         f"| {sharded / GIB:.0f} ({eight}) |"
     )
 
