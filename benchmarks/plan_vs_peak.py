@@ -24,13 +24,14 @@ from heedful.data.shipped import data_path
 _DATA = {"sft": {"demonstrations": "package:demonstrations"}, "reward": {"rankings": "package:rankings"}}
 _LOAD: dict[str, Any] = {"sft": load_demonstrations, "reward": load_rankings}
 
-REWARDS = {"all": "reward, all weights", "adapters": "reward, adapters"}
+REWARDS = {"all": "reward, all weights", "adapters": "reward, adapters", "nf4": "reward, adapters on nf4"}
 """The recipes whose models PPO takes."""
 
 
 def recipes(steps: int) -> dict[str, dict[str, Any]]:
     """By name: the section of the recipe that is run."""
-    lora = {"rank": 16, "alpha": 32}
+    lora: dict[str, Any] = {"rank": 16, "alpha": 32}
+    on_nf4 = {**lora, "base": "nf4"}
     sft = {"prompts_per_step": 16, "micro_batch_tokens": 768, "max_tokens": 160}
     reward = {"prompts_per_step": 8, "micro_batch_tokens": 512, "max_tokens": 160}
     ppo: dict[str, Any] = {"steps": steps, "prompts_per_step": 16, "sampling": {"max_new_tokens": 32}}
@@ -38,9 +39,11 @@ def recipes(steps: int) -> dict[str, dict[str, Any]]:
     return {
         REWARDS["all"]: {"reward": reward},
         REWARDS["adapters"]: {"reward": {**reward, "lora": lora}},
+        REWARDS["nf4"]: {"reward": {**reward, "lora": on_nf4}},
         "SFT, all weights": {"sft": sft},
         "SFT, all weights, packing": {"sft": {**sft, "packing": True}},
         "SFT, adapters": {"sft": {**sft, "lora": lora}},
+        "SFT, adapters on nf4": {"sft": {**sft, "lora": on_nf4}},
         "PPO, separate": {"ppo": {**ppo, "roles": "separate"}},
         "PPO, separate, 128 new tokens": {"ppo": {**longer, "roles": "separate"}},
         "PPO, separate, 32 answers in 2 minibatches": {
@@ -49,11 +52,14 @@ def recipes(steps: int) -> dict[str, dict[str, Any]]:
         "PPO, separate, activation checkpointing": {
             "ppo": {**ppo, "roles": "separate", "activation_checkpointing": True}
         },
+        "PPO, separate, frozen models in int8": {"ppo": {**ppo, "roles": "separate", "frozen_weights": "int8"}},
         "PPO, trunk": {"ppo": {**ppo, "roles": "trunk"}},
         "PPO, trunk, 128 new tokens": {"ppo": {**longer, "roles": "trunk"}},
         "PPO, separate, adapters": {"ppo": {**ppo, "roles": "separate", "lora": lora}},
         "PPO, shared": {"ppo": {**ppo, "roles": "shared", "lora": lora}},
         "PPO, shared, 128 new tokens": {"ppo": {**longer, "roles": "shared", "lora": lora}},
+        "PPO, shared, base in int8": {"ppo": {**ppo, "roles": "shared", "lora": lora, "frozen_weights": "int8"}},
+        "PPO, shared, base in nf4": {"ppo": {**ppo, "roles": "shared", "lora": on_nf4}},
         "PPO, shared, activation checkpointing": {
             "ppo": {**ppo, "roles": "shared", "lora": lora, "activation_checkpointing": True}
         },
@@ -66,7 +72,8 @@ def recipe_of(asked: argparse.Namespace, name: str, section: dict[str, Any]) -> 
     model, added = {"name": str(asked.model)}, {}
     if stage == "ppo":
         data = {"prompts": str(asked.prompts)}
-        reward = _folder(asked.out, REWARDS["adapters" if keys["roles"] == "shared" else "all"])
+        on_nf4 = keys.get("lora", {}).get("base") == "nf4"
+        reward = _folder(asked.out, REWARDS["all" if keys["roles"] != "shared" else "nf4" if on_nf4 else "adapters"])
         model["reward"] = str(next(reward.glob("stages/*reward")) / "model")
         added = {"accept_weak_reward": True}
     else:

@@ -2,6 +2,7 @@
 
     python benchmarks/ppo_on_gpu.py
     python benchmarks/ppo_on_gpu.py --roles shared --batch 128 --heedful '{"activation_checkpointing": true}'
+    python benchmarks/ppo_on_gpu.py --heedful '{"offload_frozen": true}'
     python benchmarks/ppo_on_gpu.py --shape tiny --device cpu --batch 4 --prompt_tokens 40 --new_tokens 8
 
 The policy has OPT-1.3B's dimensions; reward and value have OPT-350M's in `separate`, the reward alone in `trunk` (the
@@ -219,8 +220,9 @@ def measure(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     roles = build_roles(
         policy, reward, policy_lora=config.lora, value_lora=config.lora, value_from=config.value_from, device=device,
         dtype=dtype, new_reward_head=asked.roles == "shared", sharing=config.roles,
-        activation_checkpointing=config.activation_checkpointing,
+        activation_checkpointing=config.activation_checkpointing, offload_frozen=config.offload_frozen,
     )  # fmt: skip
+    roles.offload.restore()  # weights are counted
     needed, bounds = needed_operations(asked, config, roles), decoding_bounds(asked, roles, setup, speeds)
     prompts = make_prompts(load_tokenizer(policy), asked.batch * config.steps, asked.prompt_tokens, asked.seed)
     clock, log = sides.train_ppo(roles, config, prompts, folder / "run", end_id=None, seed=asked.seed)

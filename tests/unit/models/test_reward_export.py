@@ -211,7 +211,6 @@ def test_what_is_saved_is_made_in_main_memory(tmp_path, lora, monkeypatch):
     made = []
     real = export._plain_model
 
-
     def noted(*args, **options):
         made.append(real(*args, **options))
         return made[-1]
