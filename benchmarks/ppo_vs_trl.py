@@ -83,7 +83,7 @@ def heedful_side(task: dict[str, Any], out: Path, roles_mode: str, keys: dict[st
     roles = build_roles(
         task["model"], task["model"], policy_lora=config.lora, value_lora=config.lora, value_from=config.value_from,
         device=torch.device("cpu"), dtype=dtype, new_reward_head=True, sharing=config.roles,
-        activation_checkpointing=config.activation_checkpointing,
+        activation_checkpointing=config.activation_checkpointing, offload_frozen=config.offload_frozen,
     )  # fmt: skip
     prompts = [(Prompt.from_json(row["prompt"]), row["ids"]) for row in task["prompts"]]
     folder = out / f"{roles_mode}-{time.time_ns()}"  # never one that holds a checkpoint

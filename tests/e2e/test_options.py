@@ -125,7 +125,7 @@ ELSEWHERE = {
     **{f"ppo.rewards.<name>.{key}": "test_sources: a server" for key in ("url", "timeout_seconds", "retries")},
     "name": "test_whole_run: the folder", "output": "test_whole_run: the folder",
     "reward.min_accuracy": "test_the_gate_reads_min_accuracy",
-    "ppo.offload_frozen": "test_models_offload: equal numbers, and nothing is moved on a CPU",
+    "ppo.offload_frozen": "test_models_offload: equal numbers",
     "reward.share_prompts": "test_models_packed_rankings: equal scores and gradients, so nothing else may change",
 }  # fmt: skip
 CASES = [(stage, key) for stage, keys in TABLE.items() for key in keys]

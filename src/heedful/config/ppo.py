@@ -263,8 +263,8 @@ class PPOConfig(Section):
     """int8 holds what is never trained (reference, reward, the base under adapters where lora.base is float) in a byte
     per weight, measured."""
     offload_frozen: bool = False
-    """Frozen models of their own (reference, reward models) wait in main memory outside of the scoring, and come back
-    layer by layer; on a GPU only, since elsewhere there is no other memory."""
+    """Frozen models of their own (reference, reward models) wait elsewhere while nothing reads them: beside a GPU in
+    main memory, from which they come back layer by layer, on a CPU in a file."""
     activation_checkpointing: bool = False
     """Keep only the layers' inputs for the backward pass and compute the rest again: less memory, a third more time."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None

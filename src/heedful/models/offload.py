@@ -1,21 +1,30 @@
-"""Frozen models that wait in main memory and come to the GPU to be read.
+"""Frozen models that wait outside of the device's memory and come back to be read.
 
 A PPO step reads its reward models and its reference in one of three phases, the scoring. With ``ppo.offload_frozen``
 the rollout and the updates have their room. What is frozen never changes, so it goes home once, when it is built, and
-sending it away again is to forget the copy. It comes back on a stream of its own, what lies outside of the layers first
-and then layer by layer, and a layer waits for its own weights alone: the first compute while the last are on their way.
+sending it away again is to forget the copy.
+
+    GPU   home is page-locked main memory. Weights come on a stream of their own, what lies outside of the layers first
+          and then layer by layer, and a layer waits for its own alone: the first compute while the last are on the way
+    CPU   home is a file without a name. Weights are mapped from it, not copied; what was read of it stays in the
+          system's cache of files while nobody needs that memory more
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, final
+from typing import IO, Any, Protocol, final
 
 import torch
 from torch import Tensor
 
+from heedful.errors import ModelError
+from heedful.models.cache import cache_folder
 from heedful.models.hardware import release_memory
 from heedful.models.parts import Part
 
@@ -33,10 +42,11 @@ class Offloaded:
 
         trunk, seen = part.base.base_model, set[Tensor]()
         layers = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
-        of_layers = [_Group(_tensors(layer, seen), part.device) for layer in layers]
-        self._outside = _Group(_tensors(part.model, seen), part.device)
+        home = _Locked if is_apart(part.device) else partial(_Mapped, _new_file())
+        of_layers = [_Group(_tensors(layer, seen), home, part.device) for layer in layers]
+        self._outside = _Group(_tensors(part.model, seen), home, part.device)
         self._groups = [self._outside, *of_layers]
-        self._device = part.device
+        self._device, self.is_apart = part.device, is_apart(part.device)
         self._stream = torch.cuda.Stream(part.device) if part.device.type == "cuda" else None
         trunk.register_forward_pre_hook(lambda *_: self.arrive())
         for layer, group in zip(layers, of_layers, strict=True):
@@ -47,7 +57,7 @@ class Offloaded:
     @property
     def num_bytes(self) -> int:
         """Of all its weights."""
-        return sum(home.nbytes for group in self._groups for _, home in group.tensors)
+        return sum(home.num_bytes for group in self._groups for _, home in group.tensors)
 
     @torch.inference_mode(False)
     def fetch(self) -> None:
@@ -85,22 +95,93 @@ class Offloaded:
         return torch.cuda.stream(self._stream)
 
 
+class _Home(Protocol):
+    """The values of a tensor while it is away."""
+
+    num_bytes: int
+
+    def __init__(self, tensor: Tensor) -> None: ...
+
+    def room(self, device: torch.device) -> Tensor:
+        """A tensor for them on the device."""
+        ...
+
+    def copy_to(self, room: Tensor) -> None:
+        """Start to copy them, where they are not there already."""
+        ...
+
+
+class _Locked:
+    """In page-locked main memory, which a GPU reads on its own."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        values = tensor.detach().to("cpu", copy=True)
+        self._values = values.pin_memory() if tensor.device.type == "cuda" else values
+        self.num_bytes = values.nbytes
+
+    def room(self, device: torch.device) -> Tensor:
+        return torch.empty_like(self._values, device=device, pin_memory=False)
+
+    def copy_to(self, room: Tensor) -> None:
+        room.copy_(self._values, non_blocking=True)
+
+
+class _Mapped:
+    """In a file, at a place of its own."""
+
+    def __init__(self, file: IO[bytes], tensor: Tensor) -> None:
+        """Raises ModelError when the file cannot be written."""
+        values = tensor.detach().cpu().contiguous()
+        self._file, self._shape, self._dtype, self.num_bytes = file, values.shape, values.dtype, values.nbytes
+        self._start = -(-file.seek(0, os.SEEK_END) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        file.seek(self._start)
+        try:
+            file.write(values.reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+        except OSError as error:
+            raise ModelError(f"offload_frozen: {cache_folder()}: {error.strerror or error}; free some disk, set "
+                             "HEEDFUL_CACHE to another folder, or leave ppo.offload_frozen out") from error  # fmt: skip
+
+    def room(self, device: torch.device) -> Tensor:
+        """On a CPU the values themselves: the file's pages, of which a write would make copies."""
+        return self._values() if device.type == "cpu" else torch.empty(self._shape, dtype=self._dtype, device=device)
+
+    def copy_to(self, room: Tensor) -> None:
+        if room.device.type != "cpu":
+            room.copy_(self._values())
+
+    def _values(self) -> Tensor:
+        pages = mmap.mmap(self._file.fileno(), self.num_bytes, access=mmap.ACCESS_COPY, offset=self._start)
+        return torch.frombuffer(pages, dtype=self._dtype).view(self._shape)  # unmapped with the last tensor on them
+
+
+def _new_file() -> IO[bytes]:
+    """One that ends with the process, where models are kept: temporary folders may be in main memory."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryFile(dir=folder)
+    except OSError as error:
+        raise ModelError(f"offload_frozen: {folder}: {error.strerror or error}; set HEEDFUL_CACHE to a folder that can "
+                         "be written") from error  # fmt: skip
+
+
 class _Group:
     """Weights that travel together."""
 
-    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
-        self.tensors = [(tensor, _home(tensor)) for tensor in tensors]
-        """Those of the model, each with its values in main memory"""
+    def __init__(self, tensors: Iterable[Tensor], home: Callable[[Tensor], _Home], device: torch.device) -> None:
+        self.tensors = [(tensor, home(tensor)) for tensor in tensors if tensor.numel()]
+        """Those of the model, each with its values at home"""
         self._device = device
         self._arrived: torch.cuda.Event | None = None
 
     def make_room(self) -> None:
         for tensor, home in self.tensors:
-            tensor.data = torch.empty_like(home, device=self._device, pin_memory=False)
+            tensor.data = home.room(self._device)
 
     def copy(self) -> None:
         for tensor, home in self.tensors:
-            tensor.data.copy_(home, non_blocking=True)
+            home.copy_to(tensor.data)
         if self._device.type == "cuda":
             self._arrived = torch.cuda.current_stream(self._device).record_event()
 
@@ -119,14 +200,17 @@ class _Group:
 class Offload:
     """All frozen models of a run that wait in main memory."""
 
-    def __init__(self, device: torch.device, *, wanted: bool) -> None:
-        """Nothing is moved where the device's memory is main memory, whatever is ``wanted``."""
-        self.acts = wanted and is_apart(device)
+    def __init__(self, *, wanted: bool) -> None:
+        self._wanted = wanted
         self._parts: list[Offloaded] = []
 
     def take(self, part: Part) -> Offloaded | None:
-        """Send a frozen part home; None where nothing is moved."""
-        if not self.acts:
+        """Send a frozen part home; None where that is not wanted.
+
+        Raises:
+            ModelError: there is no room for it.
+        """
+        if not self._wanted:
             return None
         self._parts.append(Offloaded(part))
         release_memory()
@@ -143,19 +227,18 @@ class Offload:
             part.arrive(whole=True)
 
     def send_away(self) -> None:
-        """Let the device have their memory."""
+        """Let the others have their memory."""
         for part in self._parts:
             part.send_away()
 
     @property
     def num_bytes(self) -> int:
-        """Of main memory that they hold."""
+        """Of them all."""
         return sum(part.num_bytes for part in self._parts)
 
     def __str__(self) -> str:
-        if not self.acts:
-            return "nothing is moved, since this device computes in main memory"
-        return f"{len(self._parts)} models of {self.num_bytes / 2**30:.2f} GiB wait in main memory"
+        where = "in main memory" if self._parts and self._parts[0].is_apart else "in a file"
+        return f"{len(self._parts)} models of {self.num_bytes / 2**30:.2f} GiB wait {where}"
 
 
 def is_apart(device: torch.device) -> bool:
@@ -168,12 +251,6 @@ def _tensors(module: Any, seen: set[Tensor]) -> list[Tensor]:
     found = [tensor for tensor in [*module.parameters(), *module.buffers()] if tensor not in seen]
     seen.update(found)
     return found
-
-
-def _home(tensor: Tensor) -> Tensor:
-    """A copy in main memory, from and to which a GPU copies on its own (page-locked)."""
-    home = tensor.detach().to("cpu", copy=True)
-    return home.pin_memory() if tensor.device.type == "cuda" else home
 
 
 def _wait_for(group: _Group, *_: Any) -> None:

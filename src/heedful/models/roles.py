@@ -57,7 +57,7 @@ class Reference:
     is_exact: bool = True
     """Computes as the policy does at the start; False for the int8 copy of a policy that is trained in float32"""
     offloaded: Offloaded | None = None
-    """Where its weights wait in main memory"""
+    """Its weights, where they wait elsewhere"""
 
     def logprobs(
         self, batch: TokenBatch, *, temperature: float = 1.0, with_entropy: bool = False
@@ -125,8 +125,8 @@ class Roles:
     """None where no reward model was given: the reward then comes from elsewhere"""
     rounding: Rounding = field(default_factory=Rounding)
     """What holds frozen weights in few bits, and what that has changed"""
-    offload: Offload = field(default_factory=lambda: Offload(torch.device("cpu"), wanted=False))
-    """Frozen models that wait in main memory"""
+    offload: Offload = field(default_factory=lambda: Offload(wanted=False))
+    """Frozen models that wait outside of the device's memory"""
 
 
 def build_policy(
@@ -255,7 +255,7 @@ def build_roles(
             the reward has that one's adapter, and ``value_lora`` says nothing.
         rounding: holds frozen weights as it says, those under adapters too where ``lora.base`` leaves them in float,
             and measures what that changes, and what ``lora.base`` does.
-        offload_frozen: frozen models of their own wait in main memory where the device has another.
+        offload_frozen: frozen models of their own wait elsewhere (see :mod:`~heedful.models.offload`).
 
     Raises:
         ModelError: a folder that does not hold what its part needs, no reward model for a value that starts as it, or
@@ -269,7 +269,7 @@ def build_roles(
     reference: LanguageModel
     value: ScalarModel | TrunkHead
     reward: ScalarModel | None
-    offload, waiting = Offload(device, wanted=offload_frozen), None
+    offload, waiting = Offload(wanted=offload_frozen), None
     if sharing == "shared":
         if policy_lora is None:
             raise ModelError("parts on one base need adapters; give policy_lora")

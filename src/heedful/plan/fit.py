@@ -155,4 +155,5 @@ def _with(setup: Setup, stage: Stage, keys: dict[str, object], rows: int | None 
 def checkpoint_disk(plans: list[StagePlan]) -> int:
     """The most disk that the run's folder takes: every model, and the checkpoints of one stage at a time."""
     models = sum(plan.disk_bytes.get("model", 0) for plan in plans)
-    return models + max((plan.disk_bytes.get("checkpoints", 0) for plan in plans), default=0)
+    while_it_runs = ("checkpoints", "models that wait")
+    return models + max((sum(plan.disk_bytes.get(x, 0) for x in while_it_runs) for plan in plans), default=0)

@@ -158,8 +158,8 @@ def _ppo(setup: Setup) -> StagePlan:
         _rollout(setup, held, rows, setup.work.prompt_tokens, config.sampling.max_new_tokens),
         Phase("score", {**held, **_of_models(waiting), **_scoring(setup, models, work.largest)}),
     ]
-    if config.kl.in_loss == "exact":  # the loss reads the reference's output layer
-        held |= _of_models([m for m in waiting if m.part == "reference"])
+    if "exact" in (config.kl.in_reward, config.kl.in_loss):  # it reads the reference beside the policy's graph
+        held |= _of_models(waiting)
     if config.value_from == "frozen_trunk" or value is None:
         phases.append(Phase("train policy and value", {**held, **training_parts(policy, work.largest, setup)}))
     else:
@@ -170,15 +170,16 @@ def _ppo(setup: Setup) -> StagePlan:
     phases += _saving(setup, held, policy, reads_again=reads_again)
     trains = [m for m in models if not m.frozen]
     disk = _disk(trains, work, policy, config.checkpoint.keep)
+    if setup.machine.kind == "cpu":
+        disk["models that wait"] = sum(m.held_bytes for m in waiting)
     return StagePlan("ppo", tuple(phases), disk, _beside(setup, policy, waiting))
 
 
 def waiting_models(setup: Setup) -> list[Model]:
-    """The frozen models that wait in main memory until the scoring (``models/offload.py``)."""
+    """The frozen models that wait elsewhere until the scoring (``models/offload.py``)."""
     config = setup.recipe.ppo
-    if config is None or not config.offload_frozen or setup.machine.kind == "cpu":
-        return []
-    return [m for m in ppo_models(setup) if m.training is None]
+    offloads = config is not None and config.offload_frozen
+    return [m for m in ppo_models(setup) if m.training is None] if offloads else []
 
 
 def _casts(models: list[Model], setup: Setup) -> dict[str, int]:

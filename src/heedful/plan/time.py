@@ -89,7 +89,9 @@ def _ppo(setup: Setup) -> StageTime:
         score += forward(value.shape, tokens, row)  # the reward, on the value's base
     phases = [_rollout(setup, answers, work.tokens_per_step / answers - config.sampling.max_new_tokens + 1)]
     scoring = _work(setup, "score", score, 4 * policy.num_own * setup.s, FORWARD_SHARE)
-    coming = sum(m.held_bytes for m in waiting_models(setup)) / HOST_BYTES_PER_SECOND  # while the first compute
+    coming = 0.0 if setup.machine.kind == "cpu" else (  # while the first compute
+        sum(m.held_bytes for m in waiting_models(setup)) / HOST_BYTES_PER_SECOND
+    )
     phases.append(replace(scoring, seconds=max(scoring.seconds, coming)))
     trained_models = [policy] if value is None else [policy, value]
     for model in trained_models:

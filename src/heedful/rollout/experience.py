@@ -199,6 +199,8 @@ def forward_streams(
     reference_BTD = roles.reference.hidden(part)
     reference_BT, _ = roles.reference.logprobs_of(reference_BTD, part, temperature=temperature)
     keeps_policy, keeps_value, values_BT = "policy" in keep_graphs, "value" in keep_graphs, None
+    if keeps_policy and not exact_kl:  # this was the only micro-batch; the graph is the step's largest
+        roles.offload.send_away()
     if not keeps_value and not roles.value.is_shared:
         values_BT = roles.value.values(part)
     with torch.set_grad_enabled(keeps_policy):

@@ -1,15 +1,20 @@
-"""Frozen models that wait in main memory say what those that stay say, and are away when they have nothing to do.
+"""Frozen models that wait elsewhere say what those that stay say, and are away when they have nothing to do.
 
-The device is the CPU here, told to have a memory of its own; one test needs a GPU.
+On a CPU they wait in a file; ``apart`` tells it to have a memory of its own, as a GPU has. One test needs a GPU.
 """
 
 from __future__ import annotations
+
+import errno
+import io
+from pathlib import Path
 
 import pytest
 import torch
 
 from heedful.config.ppo import PPOConfig
 from heedful.config.section import LoraConfig
+from heedful.errors import ModelError
 from heedful.models import offload
 from heedful.models.offload import Offload, Offloaded
 from heedful.models.quantise import Rounding
@@ -26,10 +31,13 @@ CPU = torch.device("cpu")
 PPO = PPOConfig()
 
 
-@pytest.fixture
-def apart(monkeypatch):
-    """Main memory and the device's are two."""
-    monkeypatch.setattr(offload, "is_apart", lambda device: True)
+@pytest.fixture(params=["file", "main memory"])
+def apart(request, monkeypatch, tmp_path):
+    """Where the models wait."""
+    monkeypatch.setenv("HEEDFUL_CACHE", str(tmp_path / "cache"))
+    if request.param == "main memory":
+        monkeypatch.setattr(offload, "is_apart", lambda device: True)
+    return request.param
 
 
 def is_away(part):
@@ -95,10 +103,41 @@ def test_parts_that_share_weights_with_what_is_trained_stay(tmp_path, apart):
     assert shared.offload.num_bytes == 0 and not is_away(shared.policy)
 
 
-def test_nothing_moves_where_the_device_has_main_memory(tmp_path):
-    stay = roles(tmp_path, offload_frozen=True)
-    assert not stay.offload.acts and stay.offload.num_bytes == 0
-    assert not any(is_away(part) for part in frozen(stay)) and stay.reference.offloaded is None
+def test_without_the_option_nothing_moves(tmp_path):
+    stay = roles(tmp_path)
+    assert stay.offload.num_bytes == 0 and stay.reference.offloaded is None
+    assert not any(is_away(part) for part in frozen(stay))
+
+
+def test_the_file_has_no_name_and_what_is_read_of_it_is_mapped_not_copied(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEEDFUL_CACHE", str(tmp_path / "cache"))
+    wait = roles(tmp_path, offload_frozen=True)
+    assert not list((tmp_path / "cache").iterdir())
+    mapped = lambda: Path("/proc/self/smaps").read_text().count(str(tmp_path / "cache"))  # noqa: E731
+    assert mapped() == 0
+    streams(wait)
+    own = [p for part in frozen(wait) for p in [*part.model.parameters(), *part.model.buffers()] if p.numel()]
+    assert mapped() == len(own)
+    wait.offload.send_away()
+    assert mapped() == 0
+    assert str(wait.offload).startswith("2 models of 0.00 GiB wait in a file")
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("HEEDFUL_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ModelError, match="offload_frozen: .*cache: .*; set HEEDFUL_CACHE to a folder"):
+        roles(tmp_path, offload_frozen=True)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, _):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(offload, "_new_file", Full)
+    with pytest.raises(ModelError, match="offload_frozen: .*: No space left on device; free some disk"):
+        roles(tmp_path, offload_frozen=True)
 
 
 def test_weights_come_in_the_order_of_a_forward_and_a_layer_waits_for_its_own(tmp_path, apart, monkeypatch):
@@ -166,7 +205,7 @@ def test_training_is_the_same_and_decodes_and_updates_without_them(tmp_path, apa
 def test_further_reward_models_wait_too(tmp_path, apart):
     path = model_folder(tmp_path / "other", seed=3, scalar=True)
     stay, wait = (build_reward(path, device=CPU, dtype=torch.float32) for _ in range(2))
-    store = Offload(CPU, wanted=True)
+    store = Offload(wanted=True)
     store.take(wait.part)
     ids, mask = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
     assert is_away(wait.part) and store.num_bytes > 0
@@ -199,7 +238,7 @@ def test_what_is_frozen_is_what_it_was_when_it_went(tmp_path, apart):
     disturb(part)
     part.model.requires_grad_(False)
     before = {name: p.detach().clone() for name, p in part.model.named_parameters()}
-    store = Offload(CPU, wanted=True)
+    store = Offload(wanted=True)
     store.take(part)
     store.restore()
     assert all(torch.equal(p, before[name]) for name, p in part.model.named_parameters())

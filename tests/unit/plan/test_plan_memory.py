@@ -202,26 +202,29 @@ def test_int8_is_named_where_it_makes_a_stage_fit():
     assert remedy(done, "ppo") is not None and stage(done, "ppo").peak_bytes == cure.peak_bytes
 
 
-def test_frozen_models_in_main_memory_are_there_for_the_scoring_alone():
+def test_frozen_models_that_wait_are_there_for_the_scoring_alone():
     def phases(machine, **keys):
         found = stage(setup("7b", machine, ppo={"value_from": "reward", **keys}), "ppo")
-        return {phase.name: phase.parts for phase in found.phases}, found.main_memory_bytes
+        return {phase.name: phase.parts for phase in found.phases}, found
 
     reference, reward = "reference: parameters", "reward: parameters"
-    there, saved = phases(gpu("h200"))
+    there, plan = phases(gpu("h200"))
     assert all({reference, reward} <= parts.keys() for parts in there.values())
-    waiting, at_home = phases(gpu("h200"), offload_frozen=True)
-    assert at_home - saved == there["score"][reference] + there["score"][reward]
+    both = there["score"][reference] + there["score"][reward]
+    waiting, away = phases(gpu("h200"), offload_frozen=True)
+    assert away.main_memory_bytes - plan.main_memory_bytes == both and away.disk_bytes == plan.disk_bytes
     for name, parts in waiting.items():
         rest = {key: size for key, size in there[name].items() if key not in (reference, reward)}
         assert parts == (there[name] if name == "score" else rest)
-    exact, _ = phases(gpu("h200"), offload_frozen=True, kl={"in_loss": "exact", "in_reward": "none"})
-    assert reference in exact["train policy"] and reward not in exact["train policy"]
-    on_cpu, at_home = phases(Machine("two cores", "cpu", 24 * GIB, 1.7e12, 24e9), offload_frozen=True)
-    assert at_home == 0 and reference in on_cpu["rollout"]
+    exact, _ = phases(gpu("h200"), offload_frozen=True, kl={"in_reward": "exact"})
+    assert {reference, reward} <= exact["train policy"].keys() and reference not in exact["rollout"]
+    on_cpu, away = phases(Machine("two cores", "cpu", 24 * GIB, 1.7e12, 24e9), offload_frozen=True)
+    assert away.main_memory_bytes == 0 and reference not in on_cpu["train policy"]
+    found = [checkpoint_disk([x]) for x in (plan, away)]
+    assert found[1] - found[0] == away.disk_bytes["models that wait"] == both
 
 
-def test_frozen_models_in_main_memory_are_the_first_remedy_that_is_named():
+def test_frozen_models_that_wait_are_the_first_remedy_that_is_named():
     keys = {"micro_batch_tokens": 511, "sampling": {"max_new_tokens": 256}}  # one row
     plain, away = (setup("7b", ppo={**keys, "offload_frozen": x}) for x in (False, True))
     between = (stage(plain, "ppo").peak_bytes + stage(away, "ppo").peak_bytes) / 2 / MARGIN
