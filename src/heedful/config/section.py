@@ -61,6 +61,9 @@ class OptimizerConfig(Section):
     """Added to the root of the second moment."""
     max_gradient_norm: Annotated[float, Field(gt=0)] = 1.0
     """The gradient of the whole step is scaled down to this norm."""
+    offload: bool = False
+    """On a GPU the moments of AdamW (8 bytes per weight) wait in main memory and come in buckets at each step; off, as
+    that takes the time of two copies over the bus. Adapters have few moments. Elsewhere nothing is moved."""
 
 
 class FineTuneOptimizer(OptimizerConfig):

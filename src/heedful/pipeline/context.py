@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heedful.config.recipe import STAGES, Recipe, Stage
+from heedful.config.section import OptimizerConfig
 from heedful.errors import ConfigError, ModelError
 from heedful.runs.folder import RunFolder, StageFolder
+from heedful.runs.progress import tell
 
 if TYPE_CHECKING:
     from heedful.records import RewardCard
@@ -91,6 +93,15 @@ class Context:
         device = hardware.device(self.recipe.model.device)
         dtype = hardware.compute_dtype(device, self.recipe.model.dtype)
         return {"device": device, "dtype": dtype, "attention": self.recipe.model.attention}
+
+    def tell_moments(self, key: str, optimizer: OptimizerConfig) -> None:
+        """Say where the moments of AdamW are, when the recipe wants them in main memory."""
+        from heedful.models.offload import is_apart
+
+        if optimizer.offload:
+            acts = is_apart(self.hardware()["device"])
+            tell(f"{key}.offload: the moments of AdamW wait in main memory" if acts else
+                 f"{key}.offload: nothing is moved, since this device computes in main memory")  # fmt: skip
 
     def read(self, load: Callable[..., list[Any]], name: str, **options: Any) -> list[Any]:
         """The records that ``load`` finds in a data file; package: names are files that ship with heedful."""

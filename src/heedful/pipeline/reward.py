@@ -31,6 +31,7 @@ def run_reward(context: Context, stage: StageFolder) -> dict[str, Any]:
     train, heldout, controls = _samples(context, config, load_tokenizer(context.sft_policy))
     rounding = Rounding([(Prompt(r.group_id, r.prompt), []) for r in context.rankings()[0]])
     model = _new_model(context, config, rounding)
+    context.tell_moments("reward.optimizer", config.optimizer)
     card = train_reward(model, train.samples, heldout.samples, config, stage, seed=recipe.seed, controls=controls)
     tell(f"reward model: {_said(card)}; length alone {card.length_accuracy or 0:.1%}")
     card = replace(card, data={**card.data, **data_facts(recipe, *context.rankings())})

@@ -32,6 +32,7 @@ def run_sft(context: Context, stage: StageFolder) -> dict[str, Any]:
     texts = [(Prompt(sample.id, ()), sample.ids) for sample in samples.samples]
     rounding = Rounding(texts)
     policy = build_policy(context.base, lora=config.lora, rounding=rounding, **context.hardware())
+    context.tell_moments("sft.optimizer", config.optimizer)
     results = train_sft(policy, samples.samples, heldout_samples, config, stage, seed=recipe.seed)
     save_policy(policy.model, policy.tokenizer, stage.model)
     results |= {"rounding": rounding.found} if rounding.found else {}

@@ -26,6 +26,7 @@ from heedful.records import Message
 from heedful.runs.progress import peak_memory_bytes
 from heedful.train.bench import Bench
 from heedful.train.guard import TOLERANCE
+from heedful.train.moments import reserve
 
 SAMPLER_BOUNDS = {
     torch.float64: (1e-3, 0.05), torch.float32: (1e-3, 0.05), torch.bfloat16: (0.05, 2.0), torch.float16: (0.02, 1.0)
@@ -148,8 +149,8 @@ def longest_batch_fits(bench: Bench) -> Finding:
     """The largest micro-batch goes through every forward and backward, with room for the optimizers' moments."""
     roles, config = bench.roles, bench.config
     batch, trained = bench.full_batch(), {**roles.policy.trainable_parameters(), **_prefixed(roles)}
-    # untouched on a CPU, where room that is only reserved costs nothing
-    moments = [torch.empty_like(p) for p in trained.values() for _ in range(2)]
+    moments = [*reserve(roles.policy.trainable_parameters().values(), offloaded=config.optimizer.offload),
+               *reserve(_prefixed(roles).values(), offloaded=config.value_optimizer.offload)]  # fmt: skip
     reference_BTD = roles.reference.hidden(batch)
     roles.reference.logprobs_of(reference_BTD, batch, temperature=config.sampling.temperature)
     roles.offload.send_away()  # as before an update

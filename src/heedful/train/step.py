@@ -39,7 +39,7 @@ class Optimisation:
         vectors = [p for p in self.parameters.values() if p.dim() < 2]  # norms and biases are not decayed
         self.adam = AdamW(
             [{"params": matrices, "weight_decay": c.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=c.learning_rate, betas=(c.beta1, c.beta2), eps=c.epsilon,
+            lr=c.learning_rate, betas=(c.beta1, c.beta2), eps=c.epsilon, offload=c.offload,
         )  # fmt: skip
 
     @property
