@@ -126,6 +126,8 @@ ELSEWHERE = {
     "name": "test_whole_run: the folder", "output": "test_whole_run: the folder",
     "reward.min_accuracy": "test_the_gate_reads_min_accuracy",
     "ppo.offload_frozen": "test_models_offload: equal numbers",
+    **{f"{section}.offload": "test_adam_offload: equal weights"
+       for section in ("sft.optimizer", "reward.optimizer", "ppo.optimizer", "ppo.value_optimizer")},
     "reward.share_prompts": "test_models_packed_rankings: equal scores and gradients, so nothing else may change",
 }  # fmt: skip
 CASES = [(stage, key) for stage, keys in TABLE.items() for key in keys]

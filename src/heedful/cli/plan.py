@@ -103,7 +103,7 @@ def _says(stage: dict[str, Any]) -> list[str]:
     lines = [f"{stage['stage']}: peak {stage['peak_bytes'] / GIB:.2f} GiB, {stage['verdict']}{took}"]
     if stage["main_memory_bytes"]:
         beside = stage["main_memory_bytes"] / GIB
-        lines.append(f"  main memory beside it: {beside:.1f} GiB (models that wait there or are saved)")
+        lines.append(f"  main memory beside it: {beside:.1f} GiB (what waits there, and a model that is saved)")
     if stage["verdict"] != "fits":
         remedy = stage["remedy"]
         if remedy is None:

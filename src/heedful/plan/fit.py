@@ -70,8 +70,6 @@ def not_yet(setup: Setup, stage: Stage) -> dict[str, int]:
     plan = _plan(setup, stage)
     largest = plan.largest
     found: dict[str, int] = {}
-    optimizer = sum(size for name, size in largest.parts.items() if name.endswith("optimizer"))
-    found["optimizer offloaded to main memory"] = largest.total_bytes - optimizer
     if setup.machine.num > 1:
         state = sum(size for name, size in largest.parts.items()
                     if name.endswith(("parameters", "gradients", "optimizer")))  # fmt: skip
@@ -104,6 +102,12 @@ def _switches(setup: Setup, stage: Stage) -> list[Switch]:
     if stage == "ppo" and not section.activation_checkpointing:
         found.append(Switch("--ppo.activation_checkpointing true", 2,
                             lambda s: _with(s, stage, {"activation_checkpointing": True})))  # fmt: skip
+    optimizers = ("optimizer", "value_optimizer") if stage == "ppo" else ("optimizer",)
+    all_weights = section.lora is None and (stage != "reward" or section.train != "head")  # else moments are few
+    if setup.machine.kind != "cpu" and all_weights and not all(getattr(section, name).offload for name in optimizers):
+        text = " ".join(f"--{stage}.{name}.offload true" for name in optimizers)
+        moved = {name: getattr(section, name).model_copy(update={"offload": True}) for name in optimizers}
+        found.append(Switch(text, 2, lambda s: _with(s, stage, moved)))
     if stage == "ppo" and section.frozen_weights == "float":
         found.append(Switch("--ppo.frozen_weights int8", 2, lambda s: _with(s, stage, {"frozen_weights": "int8"})))
     if stage == "ppo" and section.value_from in OWN_VALUE:

@@ -10,7 +10,8 @@ What is held follows ``models/roles.py`` and ``train/step.py``:
     the engine        PPO decodes with a copy of the policy in the compute precision, which is there in the rollout only
 
 Gradients live from the first micro-batch of an optimizer step to its end, moments from the first step on; those of an
-input embedding that is no output layer, for the tokens that were read.
+input embedding that is no output layer, for the tokens that were read. Moments that wait in main memory (on a GPU,
+``train/moments.py``) come in buckets at the end of an optimizer step.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from heedful.config.section import LoraConfig
+from heedful.config.section import LoraConfig, OptimizerConfig
 from heedful.plan import activations
 from heedful.plan.activations import Batch, Training
 from heedful.plan.machine import LIBRARY_BYTES
@@ -30,6 +31,8 @@ MOMENTS = 8
 """Bytes of AdamW's two float32 moments per trained parameter."""
 DECODED_TOGETHER = 64
 """Answers that the engine decodes at once (``rollout.engine.ANSWERS_TOGETHER``)."""
+BUCKETS_BYTES = 2 * 256 * 2**20
+"""Of offloaded moments that are on the device during a step (two of ``train.moments.BUCKET_BYTES``)."""
 HEAP_FULL, HEAP_MIXED = 0.25, 0.6
 """On a CPU glibc leaves holes between the tensors that a forward keeps, where casts and gradients were; a share of the
 activations, measured. Tensors of more different sizes make larger ones: the adapters' float32 copies of their inputs,
@@ -49,11 +52,12 @@ def training_of(lora: LoraConfig | None, *, recompute: bool = False) -> Training
     return Training(recompute=recompute) if lora is None else Training(lora.rank, lora.targets, recompute)
 
 
-def trained(setup: Setup, part: str, lora: LoraConfig | None, *, scalar: bool, recompute: bool = False,
-            shape: ModelShape | None = None) -> Model:  # fmt: skip
+def trained(setup: Setup, part: str, lora: LoraConfig | None, optimizer: OptimizerConfig, *, scalar: bool,
+            recompute: bool = False, shape: ModelShape | None = None) -> Model:  # fmt: skip
     """A model under training: float32, or the compute precision under adapters."""
     shape = shape or (setup.reward if scalar else setup.base)
-    model = Model(part, shape, scalar, FLOAT32 if lora is None else setup.s, training_of(lora, recompute=recompute))
+    model = Model(part, shape, scalar, FLOAT32 if lora is None else setup.s, training_of(lora, recompute=recompute),
+                  offloads_moments=optimizer.offload and setup.machine.kind != "cpu")  # fmt: skip
     return model if lora is None else replace(model, form=lora.base)
 
 
@@ -64,25 +68,27 @@ def _libraries(setup: Setup) -> dict[str, int]:
 def _sft(setup: Setup) -> StagePlan:
     config, work = setup.recipe.sft, setup.work.sft
     assert config is not None and work is not None
-    policy = trained(setup, "policy", config.lora, scalar=False)
+    policy = trained(setup, "policy", config.lora, config.optimizer, scalar=False)
     held = {**_libraries(setup), **_of_models([policy]), **_moments([policy], work), **_casts([policy], setup)}
-    phases = (*_loading(setup, [policy]), Phase("train", {**held, **training_parts(policy, work.largest, setup)}),
+    phases = (*_loading(setup, [policy]), Phase("train", {**held, **_training(policy, work, setup)}),
               *_saving(setup, held, policy))  # fmt: skip
-    return StagePlan("sft", phases, _disk([policy], work, policy, config.checkpoint.keep), _beside(setup, policy))
+    beside = _beside(setup, policy, [policy], work)
+    return StagePlan("sft", phases, _disk([policy], work, policy, config.checkpoint.keep), beside)
 
 
 def _reward(setup: Setup) -> StagePlan:
     config, work = setup.recipe.reward, setup.work.reward
     assert config is not None and work is not None
-    model = trained(setup, "reward", config.lora, scalar=True, shape=setup.base)
+    model = trained(setup, "reward", config.lora, config.optimizer, scalar=True, shape=setup.base)
     if config.train == "head":
-        model = Model("reward", setup.base, True, FLOAT32, None, head_only=True)
+        model = replace(model, weight_bytes=FLOAT32, training=None, form="float", head_only=True)
     held = {**_libraries(setup), **_of_models([model]), **_moments([model], work), **_casts([model], setup)}
     if config.keep == "best":
         held["best weights"] = model.num_trained * FLOAT32
-    phases = (*_loading(setup, [model]), Phase("train", {**held, **training_parts(model, work.largest, setup)}),
+    phases = (*_loading(setup, [model]), Phase("train", {**held, **_training(model, work, setup)}),
               *_saving(setup, held, model))  # fmt: skip
-    return StagePlan("reward", phases, _disk([model], work, model, config.checkpoint.keep), _beside(setup, model))
+    beside = _beside(setup, model, [model], work)
+    return StagePlan("reward", phases, _disk([model], work, model, config.checkpoint.keep), beside)
 
 
 def _evaluate(setup: Setup) -> StagePlan:
@@ -114,14 +120,14 @@ def ppo_models(setup: Setup) -> list[Model]:
     assert config is not None
     lora, recompute, s = config.lora, config.activation_checkpointing, setup.s
     shared, separate = config.roles == "shared", config.roles == "separate"
-    models = [trained(setup, "policy", lora, scalar=False, recompute=recompute)]
+    models = [trained(setup, "policy", lora, config.optimizer, scalar=False, recompute=recompute)]
     if lora is None or separate:
         form = "float" if lora is None else lora.base  # the policy as it was at the start
         held = FLOAT32 if lora is None else s
         models.append(Model("reference", setup.base, False, held, form=form, product_bytes=s))
     if config.value_from in ("reward", "policy"):
         shape = setup.reward if config.value_from == "reward" else setup.base
-        value = trained(setup, "value", lora, scalar=True, recompute=recompute, shape=shape)
+        value = trained(setup, "value", lora, config.value_optimizer, scalar=True, recompute=recompute, shape=shape)
         models.append(replace(value, on_policy=shared))
     if shared and config.uses_own_reward:
         of_reward = setup.recipe.reward.lora if setup.recipe.reward else lora
@@ -161,18 +167,18 @@ def _ppo(setup: Setup) -> StagePlan:
     if "exact" in (config.kl.in_reward, config.kl.in_loss):  # it reads the reference beside the policy's graph
         held |= _of_models(waiting)
     if config.value_from == "frozen_trunk" or value is None:
-        phases.append(Phase("train policy and value", {**held, **training_parts(policy, work.largest, setup)}))
+        phases.append(Phase("train policy and value", {**held, **_training(policy, work, setup)}))
     else:
         beside = _kept_beside(value, work.largest, setup)
-        phases.append(Phase("train policy", {**held, **training_parts(policy, work.largest, setup, beside)}))
-        phases.append(Phase("train value", {**held, **training_parts(value, work.largest, setup)}))
+        phases.append(Phase("train policy", {**held, **_training(policy, work, setup, beside)}))
+        phases.append(Phase("train value", {**held, **_training(value, work, setup)}))
     reads_again = config.lora is not None and config.lora.base == "float" and policy.form != "float"
     phases += _saving(setup, held, policy, reads_again=reads_again)
     trains = [m for m in models if not m.frozen]
     disk = _disk(trains, work, policy, config.checkpoint.keep)
     if setup.machine.kind == "cpu":
         disk["models that wait"] = sum(m.held_bytes for m in waiting)
-    return StagePlan("ppo", tuple(phases), disk, _beside(setup, policy, waiting))
+    return StagePlan("ppo", tuple(phases), disk, _beside(setup, policy, trains, work, waiting))
 
 
 def waiting_models(setup: Setup) -> list[Model]:
@@ -207,8 +213,24 @@ def _of_models(models: list[Model]) -> dict[str, int]:
 
 
 def _moments(models: list[Model], work: StageWork) -> dict[str, int]:
-    return {f"{m.part}: optimizer": m.num_moments(work.distinct_tokens) * MOMENTS
+    """Those that are on the device between two optimizer steps."""
+    seen = work.distinct_tokens
+    return {f"{m.part}: optimizer": m.num_moments(seen) * MOMENTS - moments_at_home(m, work)
             for m in models if m.num_trained and not m.frozen}  # fmt: skip
+
+
+def moments_at_home(model: Model, work: StageWork) -> int:
+    """Bytes of the moments that wait in main memory."""
+    return model.num_moments_at_home(work.distinct_tokens) * MOMENTS
+
+
+def _training(model: Model, work: StageWork, setup: Setup, beside: dict[str, int] | None = None) -> dict[str, int]:
+    """What a phase holds that trains a model, with the buckets in which its moments come if they wait elsewhere."""
+    parts = training_parts(model, work.largest, setup, beside)
+    if at_home := moments_at_home(model, work):
+        name = f"{model.part}: optimizer"
+        parts[name] = _moments([model], work)[name] + min(BUCKETS_BYTES, at_home)
+    return parts
 
 
 def _kept_beside(value: Model, batch: Batch, setup: Setup) -> dict[str, int]:
@@ -316,11 +338,12 @@ def _merged_bytes(model: Model) -> int:
     return (model.num_own + twice) * FLOAT32
 
 
-def _beside(setup: Setup, saved: Model, waiting: Sequence[Model] = ()) -> int:
-    """Of main memory beside a GPU: models that wait there, and the model that is saved."""
+def _beside(setup: Setup, saved: Model, trains: Sequence[Model], work: StageWork, waiting: Sequence[Model] = ()) -> int:
+    """Of main memory beside a GPU: models and moments that wait there, and the model that is saved."""
     if setup.machine.kind == "cpu":
         return 0
-    return sum(m.held_bytes for m in waiting) + (_merged_bytes(saved) if _merges(saved) else saved.held_bytes)
+    wait = sum(m.held_bytes for m in waiting) + sum(moments_at_home(m, work) for m in trains)
+    return wait + (_merged_bytes(saved) if _merges(saved) else saved.held_bytes)
 
 
 def _disk(models: list[Model], work: StageWork, saved: Model, keep: int) -> dict[str, int]:

@@ -59,6 +59,8 @@ class Model:
     and such a scale per 64"""
     product_bytes: int | None = None
     """Of one weight of its matrix products and of an untied output layer in float; None = as of any other weight"""
+    offloads_moments: bool = False
+    """AdamW's moments wait in main memory, but those of single rows"""
 
     @property
     def num_own(self) -> int:
@@ -80,11 +82,23 @@ class Model:
     def num_moments(self, distinct_tokens: float) -> int:
         """Trained parameters for which AdamW keeps moments: of an input embedding of its own the rows of the tokens
         that were read, unless they are most (``train/adam.py``)."""
+        return self._num_dense(distinct_tokens) + self._num_in_rows(distinct_tokens)
+
+    def num_moments_at_home(self, distinct_tokens: float) -> int:
+        """Those of them whose moments wait in main memory (``train/moments.py``)."""
+        return self._num_dense(distinct_tokens) if self.offloads_moments else 0
+
+    def _num_dense(self, distinct_tokens: float) -> int:
+        return self.num_trained - (self.shape.num_embedding if self._keeps_rows(distinct_tokens) else 0)
+
+    def _num_in_rows(self, distinct_tokens: float) -> int:
+        if not self._keeps_rows(distinct_tokens):
+            return 0
+        return self.shape.num_embedding - int((1 - distinct_tokens / self.shape.vocabulary) * self.shape.num_embedding)
+
+    def _keeps_rows(self, distinct_tokens: float) -> bool:
         is_full = self.training is not None and self.training.rank is None and not self.frozen
-        if not is_full or not self.scalar and self.shape.tied or distinct_tokens > self.shape.vocabulary / 2:
-            return self.num_trained
-        unread = 1 - distinct_tokens / self.shape.vocabulary
-        return self.num_trained - int(unread * self.shape.num_embedding)
+        return is_full and (self.scalar or not self.shape.tied) and distinct_tokens <= self.shape.vocabulary / 2
 
     @property
     def held_bytes(self) -> int:
@@ -138,7 +152,7 @@ class StagePlan:
     disk_bytes: dict[str, int] = field(default_factory=dict)
     """Checkpoints while the stage runs; the model that it leaves"""
     main_memory_bytes: int = 0
-    """Beside a GPU: models that wait there, and the one that is saved"""
+    """Beside a GPU: models and moments that wait there, and the model that is saved"""
 
     @property
     def largest(self) -> Phase:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from heedful.config.recipe import Stage
-from heedful.plan.memory import DECODED_TOGETHER, ppo_models, trained, waiting_models
+from heedful.plan.memory import DECODED_TOGETHER, moments_at_home, ppo_models, trained, waiting_models
 from heedful.plan.parts import Model, Setup
 from heedful.plan.shape import ModelShape
+from heedful.plan.workload import StageWork
 
 FORWARD_SHARE = {"cuda": 0.50, "cpu": 0.35}
 TRAIN_SHARE = {"cuda": 0.40, "cpu": 0.15}
@@ -25,7 +26,7 @@ SECONDS_PER_LAYER = {"cuda": 0.5e-3, "cpu": 2.5e-3}
 of SmolLM2-135M; GPU: assumed."""
 
 HOST_BYTES_PER_SECOND = 20e9
-"""From page-locked main memory to a GPU; assumed (PCIe 4.0 with 16 lanes)."""
+"""From page-locked main memory to a GPU, or back; assumed (PCIe 4.0 with 16 lanes)."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,15 @@ def plan_time(setup: Setup) -> list[StageTime]:
     found = []
     for stage in setup.recipe.stages:
         if stage == "sft" and setup.work.sft is not None and setup.recipe.sft is not None:
-            model, work = trained(setup, "policy", setup.recipe.sft.lora, scalar=False), setup.work.sft
+            config, work = setup.recipe.sft, setup.work.sft
+            model = trained(setup, "policy", config.lora, config.optimizer, scalar=False)
             counted = work.tokens_per_step * work.largest.counted_tokens / work.largest.tokens
-            phases = (_train(setup, model, work.tokens_per_step, counted, work.largest.row_tokens),)
+            phases = (_train(setup, model, work, counted),)
             found.append(StageTime(stage, phases, work.steps))
         elif stage == "reward" and setup.work.reward is not None and setup.recipe.reward is not None:
-            model, work = trained(setup, "reward", setup.recipe.reward.lora, scalar=True), setup.work.reward
-            phases = (_train(setup, model, work.tokens_per_step, 0, work.largest.row_tokens),)
+            of_reward, work = setup.recipe.reward, setup.work.reward
+            model = trained(setup, "reward", of_reward.lora, of_reward.optimizer, scalar=True)
+            phases = (_train(setup, model, work, 0),)
             found.append(StageTime(stage, phases, work.steps))
         elif stage == "ppo" and setup.work.ppo is not None:
             found.append(_ppo(setup))
@@ -95,7 +98,7 @@ def _ppo(setup: Setup) -> StageTime:
     phases.append(replace(scoring, seconds=max(scoring.seconds, coming)))
     trained_models = [policy] if value is None else [policy, value]
     for model in trained_models:
-        one = _train(setup, model, tokens, 0 if model.scalar else counted, row)
+        one = _train(setup, model, work, 0 if model.scalar else counted, updates=config.minibatches)
         phases.append(Work(f"train {model.part}", one.operations * config.epochs, one.bytes_moved * config.epochs,
                            one.seconds * config.epochs))  # fmt: skip
     return StageTime("ppo", tuple(phases), config.steps)
@@ -112,15 +115,18 @@ def output(shape: ModelShape, counted: float) -> float:
     return 2 * counted * shape.num_embedding
 
 
-def _train(setup: Setup, model: Model, tokens: float, counted: float, row_tokens: int) -> Work:
-    """Forward, backward and the optimizer's pass over its state."""
+def _train(setup: Setup, model: Model, work: StageWork, counted: float, *, updates: int = 1) -> Work:
+    """Forward, backward and the optimizer's pass over its state, for which moments that wait in main memory come and
+    go at each update: counted one after the other, since nobody has measured how far the bus serves both at once."""
     full = model.training is not None and model.training.rank is None
     again = 1 if model.training is not None and model.training.recompute else 0
     passes = (3 if full else 2) + again if model.training is not None else 1
-    operations = passes * forward(model.shape, tokens, row_tokens)
+    operations = passes * forward(model.shape, work.tokens_per_step, work.largest.row_tokens)
     operations += (4 if full else 3) * output(model.shape, counted)
     moved = model.num_trained * (3 * 4 + 4 * 4) + model.num_own * setup.s * passes
-    return _work(setup, "train", operations, moved, TRAIN_SHARE)
+    found = _work(setup, "train", operations, moved, TRAIN_SHARE)
+    journeys = updates * 2 * moments_at_home(model, work) / HOST_BYTES_PER_SECOND
+    return replace(found, seconds=found.seconds + journeys)
 
 
 def _rollout(setup: Setup, answers: int, prompt_tokens: float) -> Work:

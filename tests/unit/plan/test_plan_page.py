@@ -23,6 +23,8 @@ MODES = {
     "SFT, adapters": {"sft": {"lora": LORA}},
     "PPO, all weights": {"ppo": {}},
     "PPO, all weights, `offload_frozen`": {"ppo": {"offload_frozen": True}},
+    "PPO, all weights, both offloads": {"ppo": {"offload_frozen": True, **{
+        name: {"offload": True} for name in ("optimizer", "value_optimizer")}}},
     "PPO, adapters": {"ppo": {"lora": LORA}},
     "PPO, `roles: shared`": {"ppo": {"roles": "shared"}},
 }
