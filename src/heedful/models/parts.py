@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from heedful.batches import RankingBatch, TokenBatch
 from heedful.data.packing import token_budget_batches
 from heedful.errors import ModelError
+from heedful.models.fused import fuse
 from heedful.models.hardware import autocast
 from heedful.models.heads import Heads
 from heedful.models.load import scalar_head
@@ -36,10 +37,9 @@ class Part(ABC):
     ) -> None:
         """``dtype`` is the compute precision; weights keep their own. ``adapters``: where the model is shared."""
         self.model, self.tokenizer, self.device, self.dtype, self.adapters = model, tokenizer, device, dtype, adapters
-        self.pad_id = int(tokenizer.pad_token_id)
-        alone = is_adapted(model) and adapters is None
-        self._off = Adapters((), one_list(model)) if alone else None
-        self._packing_checked = False
+        self.pad_id, self._packing_checked = int(tokenizer.pad_token_id), False
+        self._off = Adapters((), one_list(model)) if is_adapted(model) and adapters is None else None
+        fuse(self.base, device, dtype)
         self._can_be_ragged: dict[bool, bool] = {}  # with prompts or without, once tried
 
     @property

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 
 from heedful.plan.shape import Linear, ModelShape
 
+FUSED_NORMS = ("llama", "mistral", "qwen2", "qwen3", "granite", "phi3")
+FUSED_GATES = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere")
+"""Families whose norms and gated layers are ``models/fused.py``'s, which needs torch."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -70,10 +74,14 @@ def layer(shape: ModelShape, batch: Batch, training: Training, *, s: int, eager:
 
 
 def norms(shape: ModelShape, batch: Batch, training: Training, *, s: int) -> int:
-    """RMS norm: N·D·4 for its input in float32 and, where its weight is trained, as much for the normalised input.
+    """RMS norm: its input as it comes and a float32 per token where it is heedful's (``models/fused.py``); elsewhere
+    N·D·4 for its input in float32 and, where its weight is trained, as much for the normalised input.
     Layer norm: its input as it comes, and two numbers per token. Norms that read one tensor keep it once."""
     N, D, num = batch.tokens, shape.width, shape.norms_per_layer
     residual, trained = 4 if training.rank is None else s, training.rank is None
+    if shape.family in FUSED_NORMS:
+        of_heads = N * ((shape.attention_width + shape.kv_width) * s + (shape.heads + shape.kv_heads) * 4)
+        return num * N * (D * residual + 4) + (of_heads if shape.qk_norm else 0)
     if shape.norm_bias:
         distinct = 1 if shape.family == "gpt_neox" else num
         return N * (distinct * D + 2 * num) * residual
@@ -88,18 +96,20 @@ def norms(shape: ModelShape, batch: Batch, training: Training, *, s: int) -> int
 
 
 def inputs(shape: ModelShape, batch: Batch, training: Training, *, s: int) -> int:
-    """N·inputs·s for every product that is trained, and N·r·s for every adapter. In float32 nothing is cast, so
-    products that read one tensor keep it once."""
+    """N·inputs·s for every product that is trained, and N·r·s for every adapter. Products that read one tensor keep it
+    once in float32, where nothing is cast, and where heedful's norms give what they read in s bytes."""
     linears = training.adapted(shape)
-    widths = sum(x.inputs for x in linears if s < 4 or not x.shares_input)
+    is_cast = s < 4 and (training.rank is not None or shape.family not in FUSED_NORMS)
+    widths = sum(x.inputs for x in linears if is_cast or not x.shares_input)
     return batch.tokens * s * (widths + (training.rank or 0) * len(linears))
 
 
 def feed_forward(shape: ModelShape, batch: Batch, training: Training, *, s: int) -> int:
-    """N·F·s times the steps of the activation: gate, its activation and the way up (3); gelu written out as powers
-    and tanh (4); gelu as one function (1); relu (0: its result is the next input, unless that is cast)."""
+    """N·F·s times the steps of the activation: gate and way up (2) where heedful computes it, its activation too (3)
+    elsewhere; gelu written out as powers and tanh (4); gelu as one function (1); relu (0: its result is the next input,
+    unless that is cast)."""
     relu = int(training.rank is not None and s < 4)
-    steps = {"gpt2": 4, "phi": 4, "gpt_neox": 1, "opt": relu}.get(shape.family, 3)
+    steps = {"gpt2": 4, "phi": 4, "gpt_neox": 1, "opt": relu, **dict.fromkeys(FUSED_GATES, 2)}.get(shape.family, 3)
     return batch.tokens * shape.ffn_width * s * steps
 
 
@@ -137,7 +147,8 @@ def trunk(shape: ModelShape, batch: Batch, training: Training, *, s: int, eager:
     one = layer(shape, batch, training, s=s, eager=eager)
     residual = 4 if training.rank is None else s
     layers = shape.layers * N * D * residual + one if training.recompute else shape.layers * one
-    last = N * D * 4 * (2 if training.rank is None and not shape.norm_bias else 1) if shape.final_norm else 0
+    twice = training.rank is None and not shape.norm_bias and shape.family not in FUSED_NORMS
+    last = N * D * (4 * (1 + twice) if shape.family not in FUSED_NORMS else residual) if shape.final_norm else 0
     return layers + last + 2 * N * shape.head_dim * residual
 
 

@@ -151,7 +151,9 @@ def test_a_second_call_changes_nothing(folder: Callable[..., Path]) -> None:
 def test_an_architecture_without_marked_layers_is_refused() -> None:
     class Odd(Part):
         def __init__(self) -> None:
-            super().__init__(nn.Linear(2, 2), make_tokenizer(), CPU, torch.float32)
+            model = nn.Linear(2, 2)
+            model.base_model = nn.Identity()
+            super().__init__(model, make_tokenizer(), CPU, torch.float32)
 
     with pytest.raises(ModelError, match="activation_checkpointing: false"):
         recompute_activations(Odd())

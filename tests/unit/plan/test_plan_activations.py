@@ -9,11 +9,12 @@ import pytest
 import torch
 import transformers
 
+from heedful.models.fused import fuse
 from heedful.models.load import silence_dropout
 from heedful.models.lora import add_lora
 from heedful.objectives import logprobs
 from heedful.objectives.logprobs import token_logprobs
-from heedful.plan.activations import TILES, Batch, Training, layer, output_layer, trunk
+from heedful.plan.activations import FUSED_GATES, FUSED_NORMS, TILES, Batch, Training, layer, output_layer, trunk
 from heedful.plan.shape import NAMED, shape_of
 
 ROWS, TOKENS, VOCABULARY = 3, 40, 96
@@ -75,6 +76,7 @@ def test_a_layer_keeps_what_the_formula_says(kind, attention, dtype, adapters):
         model = built(kind, layers, attention)
         if adapters:
             add_lora(model.to(dtype), rank=4, alpha=8, task="causal")
+        fuse(model, torch.device("cpu"), dtype)
         kept.append(kept_bytes(model, dtype))
     training = Training(rank=4 if adapters else None)
     s, eager, batch = dtype.itemsize, attention == "eager", Batch(ROWS, TOKENS, 100)
@@ -83,6 +85,15 @@ def test_a_layer_keeps_what_the_formula_says(kind, attention, dtype, adapters):
     assert planned == pytest.approx(kept[1] - kept[0], rel=0.05 if kind == "Phi" else 0.015)
     # the rest is that of a model of one layer, whose beginning needs no gradient under adapters
     assert trunk(shape, batch, training, s=s, eager=eager) == pytest.approx(kept[1], rel=0.06 if not adapters else 0.15)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_the_plan_knows_whose_norms_and_gated_layers_are_heedfuls(kind):
+    model = built(kind, 1, "eager")
+    family = shape_of(model.config.to_dict()).family
+    num = 2 * (family in FUSED_NORMS) + (family in FUSED_GATES)
+    num += (family in FUSED_NORMS) + 2 * (family == "qwen3")  # the last norm, and those of heads
+    assert fuse(model, torch.device("cpu"), torch.bfloat16) == num
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -1,0 +1,136 @@
+"""Norms and gated layers of Llama's kind that keep less for the backward pass; what they compute stays the same.
+
+In eager mode autograd keeps what every small operation needs: of a norm its input and the normalised input, both in
+float32, of what follows a cast of its output for each product that reads it, of a gated layer the activation beside
+the gate that it can be made from again. Here a norm keeps its input and one number per token and gives its output in
+the precision of the products that read it, and a gated layer keeps its two products:
+
+    norm     y = w x r,  r = (mean x² + ε)^(−1/2)        dx = r (w dy − x r · mean(w dy · x r)),  dw = Σ dy · x r
+    gated    h = silu(g) u                               dg = dh u · silu'(g),  du = dh · silu(g)
+
+Forward the numbers are those of the model's own layers to the bit (a trial decides, once per model); backward they
+differ by rounding, since the products that read a norm add their gradients in the precision of the norm's output.
+
+Shapes: D width of a token, F width of the gated layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from heedful.models.hardware import autocast
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor, epsilon: float, dtype: torch.dtype | None) -> Tensor:
+        """[…, D] in ``dtype``; None = as the model has it. Rounds where Llama's norm does."""
+        wide = x.float()
+        scale = wide.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+        normed = (wide * scale).to(x.dtype)
+        y = normed.mul_(weight_D) if normed.dtype == weight_D.dtype else normed * weight_D
+        ctx.save_for_backward(x, weight_D, scale)
+        return y.to(dtype or y.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, weight_D, scale = ctx.saved_tensors
+        wide = gradient.to(torch.float32, copy=True)
+        normed, weight_32 = x.float() * scale, weight_D.float()
+        both = wide * normed
+        of_weight = both.flatten(0, -2).sum(dim=0).to(weight_D.dtype) if ctx.needs_input_grad[1] else None
+        along = (both @ weight_32)[..., None].div_(-x.shape[-1])
+        of_x = wide.mul_(weight_32).addcmul_(normed, along).mul_(scale)
+        return of_x.to(x.dtype), of_weight, None, None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) · up, […, F]"""
+        ctx.save_for_backward(gate, up)
+        return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        of_up = functional.silu(gate).mul_(gradient)
+        return torch.ops.aten.silu_backward(gradient * up, gate), of_up
+
+
+def fuse(base: Any, device: torch.device, dtype: torch.dtype) -> int:
+    """Let a transformers model's norms and gated layers compute as above, where they are Llama's word by word.
+
+    Norms inside a layer give their output in the compute precision where the hidden states stay the same to the bit:
+    where nothing but matrix products, which would cast it, reads them. Returns the number of layers that were changed.
+    """
+    found = list(_found(base.base_model))
+    if not found or any("forward" in vars(module) for _, module in found):  # changed already: parts share the model
+        return 0
+    expected = _states(base, device, dtype)
+    for early in (True, False) if dtype != torch.float32 else (False,):
+        for inside, module in found:
+            forward = _gated if hasattr(module, "down_proj") else _early_norm if inside and early else _norm
+            module.forward = MethodType(forward, module)
+        if torch.equal(_states(base, device, dtype), expected):
+            return len(found)
+    for _, module in found:
+        del module.forward
+    return 0
+
+
+def _found(trunk: nn.Module) -> Iterator[tuple[bool, Any]]:
+    """Norms and gated layers as Llama has them, with whether they are parts of a layer and not of a part of it."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+    sources = {kind: inspect.getsource(kind.forward) for kind in (LlamaRMSNorm, LlamaMLP)}
+    for parent in trunk.modules():
+        inside = isinstance(parent, GradientCheckpointingLayer)
+        for module in parent.children():
+            kind = type(module)
+            if kind.__module__.startswith("transformers.models."):
+                source = inspect.getsource(kind.forward)
+                if source == sources[LlamaRMSNorm] or (source == sources[LlamaMLP] and _is_silu(module.act_fn)):
+                    yield inside, module
+
+
+def _is_silu(activation: Any) -> bool:
+    return type(activation).__name__ in ("SiLU", "SiLUActivation")
+
+
+def _norm(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, None)
+    return y
+
+
+def _early_norm(self: Any, x: Tensor) -> Tensor:
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, dtype)
+    return y
+
+
+def _gated(self: Any, x: Tensor) -> Tensor:
+    y: Tensor = self.down_proj(_Gated.apply(self.gate_proj(x), self.up_proj(x)))
+    return y
+
+
+@torch.no_grad()
+def _states(base: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Last hidden states of two short sequences, one with padding."""
+    vocabulary = base.config.get_text_config().vocab_size
+    ids_24 = (torch.arange(8, device=device).view(2, 4) * 37 + 5) % vocabulary
+    mask_24 = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], device=device)
+    with autocast(device, dtype):
+        states: Tensor = base.base_model(input_ids=ids_24, attention_mask=mask_24, use_cache=False).last_hidden_state
+    return states
