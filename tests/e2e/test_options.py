@@ -259,9 +259,9 @@ STAGES: dict[str, dict[str, Any]] = {
 
 def spy(patch: pytest.MonkeyPatch, seen: dict[str, Any]) -> None:
     """Note the shape and kernel of every forward, the rows of every decode and the checkpoints after every save."""
-    from transformers.models.llama.modeling_llama import LlamaMLP
+    from transformers.models.llama.modeling_llama import LlamaAttention
 
-    trunk, decode, save, layer = Part._trunk, HFEngine._decode, checkpoint.save, LlamaMLP.forward
+    trunk, decode, save, layer = Part._trunk, HFEngine._decode, checkpoint.save, LlamaAttention.forward
     seen["layers"] = 0  # counted, since recomputed activations are the same numbers
 
     def noting_trunk(self, ids_BT, *rest, **options):
@@ -281,7 +281,7 @@ def spy(patch: pytest.MonkeyPatch, seen: dict[str, Any]) -> None:
         seen["layers"] += 1
         return layer(self, *rest, **options)
 
-    patch.setattr(LlamaMLP, "forward", counting_layer)
+    patch.setattr(LlamaAttention, "forward", counting_layer)
     patch.setattr(Part, "_trunk", noting_trunk)
     patch.setattr(HFEngine, "_decode", noting_decode)
     patch.setattr(checkpoint, "save", noting_save)
