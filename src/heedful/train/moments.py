@@ -93,8 +93,8 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Of either moment, with the gaps between the pieces."""
-        return self.pieces[-1].offset_bytes + self.pieces[-1].weights.nbytes
+        """Of either moment, with the gaps after the pieces."""
+        return self.pieces[-1].offset_bytes + _aligned(self.pieces[-1].weights.nbytes)
 
 
 def cut(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Tensor]]) -> Iterator[Bucket]:
@@ -115,10 +115,14 @@ def cut(group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Tensor]]) 
             first, second = (x[start:stop] for x in moments)
             pieces.append(Piece(weights[start:stop], gradient[start:stop], (first, second), state[p]["step"],
                                 stop == p.numel(), used))  # fmt: skip
-            used += -(-pieces[-1].weights.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+            used += _aligned(pieces[-1].weights.nbytes)
             start = stop
     if pieces:
         yield Bucket(group, pieces)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 Move = Callable[[Bucket, list[tuple[Tensor, Tensor]]], None]

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from heedful.config.recipe import Recipe
 from heedful.config.section import OptimizerConfig
 from heedful.models import offload
+from heedful.pipeline.context import Context
 from heedful.train import adam, moments
 from heedful.train.step import Optimisation, _clipped_norm
 from toy_parts import roles
@@ -192,6 +194,31 @@ def test_nothing_is_moved_where_memory_is_one(monkeypatch):
     of = optimisation(model, offloads=True)
     assert of.adam._shuttle is None
     assert len(moments.reserve([torch.empty(10)], offloaded=True)) == 2
+
+
+def test_parameters_of_two_types_share_a_bucket(apart):
+    stay, wait = Model(), Model()
+    for model in (stay, wait):
+        model.narrow.double()
+        model.narrow.register_forward_pre_hook(lambda _, given: (given[0].double(),))
+    plain, away = optimisation(stay, offloads=False), optimisation(wait, offloads=True)
+    for n in range(len(STEPS)):
+        step(stay, plain, n)
+        step(wait, away, n)
+    assert equal(stay, wait) and same(stored(plain.state_dict()), stored(away.state_dict()))
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_a_run_says_where_moments_are(is_apart, monkeypatch, capsys):
+    monkeypatch.setattr(offload, "is_apart", lambda device: is_apart)
+    recipe = Recipe.model_validate({"model": {"name": "toy", "device": "cpu"}, "data": {"demonstrations": "d.jsonl"},
+                                    "sft": {"optimizer": {"offload": True}}})  # fmt: skip
+    context = Context(recipe, None)
+    context.tell_moments("sft.optimizer", recipe.sft.optimizer)
+    where = "the moments of AdamW wait in main memory" if is_apart else "nothing is moved, since this device computes"
+    assert f"sft.optimizer.offload: {where}" in capsys.readouterr().err
+    context.tell_moments("sft.optimizer", OptimizerConfig())
+    assert not capsys.readouterr().err
 
 
 OFFLOADS = {"optimizer": {**RATE, "offload": True}, "value_optimizer": {**RATE, "offload": True}}
