@@ -55,10 +55,11 @@ def gate(card: RewardCard | None, recipe: Recipe) -> str:
 
 def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     """Train the policy; results of the stage."""
+    from heedful.data.chat import end_token_ids
     from heedful.models.export import save_policy
     from heedful.models.load import load_tokenizer
     from heedful.rollout.cache import ScoreCache
-    from heedful.rollout.hf import build_engine
+    from heedful.rollout.hf import HFEngine
     from heedful.train import checkpoint
     from heedful.train.ppo import train_ppo
     from heedful.train.selftest import require, run_self_test
@@ -81,7 +82,7 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     context.tell_moments("ppo.optimizer", config.optimizer)
     context.tell_moments("ppo.value_optimizer", config.value_optimizer)
     demonstrations = _demonstrations(context, roles.policy.tokenizer)
-    engine = build_engine(roles.policy, config.sampling)
+    engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
     if config.self_test and not checkpoint.exist(stage.checkpoints):  # a run that goes on has proved itself
         require(
             run_self_test(
