@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
 
 from heedful.errors import CheckpointError, EngineError
 from heedful.records import Completion, Message, Prompt, Rollout
@@ -28,6 +29,20 @@ class RewardSource(Protocol):
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> Sequence[float]:
         """One raw number per completion, in order; higher is better."""
+        ...
+
+
+@runtime_checkable
+class BeginsAhead(RewardSource, Protocol):
+    """A source that can be asked about some of the answers while others are decoded: it is elsewhere, and takes nothing
+    from the machine that decodes."""
+
+    def begin(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
+        """Ask in the background; the next call collects the scores, or raises what went wrong."""
+        ...
+
+    def drop(self) -> None:
+        """Forget what was begun and not collected, and do not wait for it."""
         ...
 
 
@@ -123,6 +138,35 @@ class Scoring:
         """The reward models that judge, by the name of the part."""
         return {s.name: s.model for s in self._sources if isinstance(s, LearnedReward)}
 
+    @contextmanager
+    def ahead(self, prompts: Sequence[Prompt]) -> Iterator[Callable[[Sequence[int], Sequence[Completion]], None]]:
+        """Ask the sources that can begin ahead while the answers to ``prompts`` come in.
+
+            with scoring.ahead(prompts) as begin:
+                begin([2, 0], answers_to_these_places)
+            rollouts = scoring(prompts, completions)
+
+        What the call scores is what it would be without; the statistics of the scalers move there. A block that ends by
+        an exception drops what was begun, and so does the next block with what was never collected.
+        """
+        sources = [s for s in self._sources if isinstance(s, BeginsAhead)]
+
+        def begin(places: Sequence[int], completions: Sequence[Completion]) -> None:
+            for source in sources:
+                source.begin([prompts[i] for i in places], completions)
+
+        self._drop()
+        try:
+            yield begin
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        for source in self._sources:
+            if isinstance(source, BeginsAhead):
+                source.drop()
+
     def __call__(
         self, prompts: Sequence[Prompt], completions: Sequence[Completion], *, update: bool = True
     ) -> list[Rollout]:
@@ -135,7 +179,10 @@ class Scoring:
             EngineError: a source gave another number of scores than it was asked for, or one that is not finite. No
                 statistics have moved then.
         """
-        raw = {s.name: _numbers(s.name, s(prompts, completions), completions) for s in self._sources}
+        try:
+            raw = {s.name: _numbers(s.name, s(prompts, completions), completions) for s in self._sources}
+        finally:
+            self._drop()  # where one source has failed, others may not have been asked for theirs
         scaled = {name: self._scalers[name](values, update=update) for name, values in raw.items()}
         rollouts = []
         for i, completion in enumerate(completions):

@@ -6,10 +6,12 @@ import http.client
 import json
 import math
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import redirect_stdout
 from typing import Any, final
 from urllib.parse import urlsplit
@@ -17,6 +19,8 @@ from urllib.parse import urlsplit
 from heedful.config.functions import load_function
 from heedful.errors import ConfigError, EngineError
 from heedful.records import Completion, Prompt
+from heedful.rollout.ahead import Ahead
+from heedful.rollout.line import Line
 from heedful.rollout.score import as_numbers
 from heedful.runs.progress import tell
 
@@ -101,48 +105,92 @@ class HTTPReward:
         self.name, self.weight, self.url = name, weight, reward_url(url)
         self._tokenizer, self._timeout_seconds, self._retries = tokenizer, timeout_seconds, retries
         self._pause_seconds, self._say = pause_seconds, say
+        self._turn, self._line = threading.Lock(), Line()
+        self._ahead: Ahead | None = None
 
     def __call__(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        """Raises EngineError when the server fails for good: never a score of 0 instead."""
-        prompt_texts = [self._text(c.prompt_ids) for c in completions]
-        return self.score_texts([self._text(c.prompt_ids + c.ids) for c in completions], prompt_texts, prompts)
+        """What was begun is collected, or dropped where it is not asked for; the rest is asked now.
 
-    def score_texts(self, queries: Sequence[str], texts: Sequence[str], prompts: Sequence[Prompt]) -> list[float]:
-        """The server's scores of texts as they are; ``texts`` are the prompts' own. Raises EngineError."""
+        Raises EngineError when the server fails for good: never a score of 0 instead.
+        """
+        ahead, self._ahead = self._ahead, None
+        scores = ahead.collect(completions) if ahead is not None else {}
+        rest = [i for i in range(len(completions)) if i not in scores]
+        texts = self._texts([completions[i] for i in rest])
+        scores |= zip(rest, self.score_texts(*texts, [prompts[i] for i in rest]), strict=True)
+        return [scores[i] for i in range(len(completions))]
+
+    def begin(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
+        """Ask about these answers in the background, behind those that were begun before."""
+        queries, texts = self._texts(completions)  # here: not every tokenizer may be used by two threads at once
+        if self._ahead is None:
+            self._ahead = Ahead(f"reward {self.name}")
+        self._ahead.begin(completions, lambda line: self.score_texts(queries, texts, prompts, line=line))
+
+    def drop(self) -> None:
+        """Forget what was begun, its errors too; a request that is under way is broken off."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.drop()
+
+    def score_texts(
+        self, queries: Sequence[str], texts: Sequence[str], prompts: Sequence[Prompt], *,
+        line: Line | None = None,
+    ) -> list[float]:  # fmt: skip
+        """The server's scores of texts as they are; ``texts`` are the prompts' own.
+
+        Args:
+            line: to ask over; None = its own, which is never broken off.
+
+        Raises:
+            EngineError: the server fails for good.
+            CancelledError: the line was broken off.
+        """
+        line = line or self._line
         labels = [p.info.get("label", "") for p in prompts]
         scores: list[float] = []
         for start in range(0, len(queries), ANSWERS_PER_REQUEST):
             part = slice(start, start + ANSWERS_PER_REQUEST)
             request = {"query": list(queries[part]), "prompts": list(texts[part]), "labels": labels[part]}
-            scores += self._ask(json.dumps(request, default=str).encode(), len(queries[part]))
+            scores += self._ask(json.dumps(request, default=str).encode(), len(queries[part]), line)
         return scores
+
+    def _texts(self, completions: Sequence[Completion]) -> tuple[list[str], list[str]]:
+        """Every answer behind its prompt, and the prompts."""
+        return [self._text(c.prompt_ids + c.ids) for c in completions], [self._text(c.prompt_ids) for c in completions]
 
     def _text(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def _ask(self, body: bytes, num_answers: int) -> list[float]:
+    def _ask(self, body: bytes, num_answers: int, line: Line) -> list[float]:
         pause = self._pause_seconds
         for tries in range(1, self._retries + 2):
             try:
-                return self._numbers(self._post(body), num_answers)
+                with self._turn:
+                    if line.is_set():
+                        raise CancelledError
+                    answer = self._post(body, line)
+                return self._numbers(answer, num_answers)
             except _Passing as error:
+                if line.is_set():
+                    raise CancelledError from error
                 if tries > self._retries:
                     raise EngineError(
                         f"reward {self.name!r}: {self.url} gave no scores in {tries} tries ({error}); see whether the "
                         f"server runs, or raise timeout_seconds or retries"
                     ) from error
                 self._say(f"reward {self.name}: {self.url}: {error}; next try in {pause:g} s")
-                time.sleep(pause)
+                line.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         raise AssertionError("unreachable")
 
-    def _post(self, body: bytes) -> bytes:
+    def _post(self, body: bytes, line: Line) -> bytes:
         """What the server answers to one try."""
         deadline = time.monotonic() + self._timeout_seconds
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_seconds) as response:
+            with line.open(request, timeout=self._timeout_seconds) as response:
                 return _read(response, deadline)
         except urllib.error.HTTPError as error:
             said = " ".join(error.read(300).decode("utf-8", "replace").split())

@@ -257,6 +257,6 @@ def test_a_server_that_dies_stops_the_run_and_is_resumed(recipe, monkeypatch):
     with pytest.raises(HeedfulError, match="reward 'judge': http://127.0.0.1:9/get_reward gave no scores in 1 tries"):
         pipeline.run(made)
     assert load.resolve(made.model.name)  # the model is where it was
-    monkeypatch.setattr("heedful.rollout.sources.HTTPReward._post", lambda s, body: json.dumps(
+    monkeypatch.setattr("heedful.rollout.sources.HTTPReward._post", lambda s, body, line: json.dumps(
         {"rewards": [float(len(q)) for q in json.loads(body)["query"]]}).encode())  # fmt: skip
     assert pipeline.run(made, existing="resume").exists()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import http.server
-import json
 import re
 import socket
-import threading
 import time
 
 import pytest
 
 from heedful.errors import ConfigError, EngineError
 from heedful.records import Completion, Message, Prompt
+from heedful.rollout.line import Line
 from heedful.rollout.score import Scoring
 from heedful.rollout.sources import FunctionReward, HTTPReward, reward_url
 from toy_parts import toy_tokenizer
+from toy_server import Server, answer, lengths, say
 
 TOKENIZER = toy_tokenizer()
 
@@ -28,56 +27,6 @@ def asked(num=3):
         ids = TOKENIZER.encode("x" * n + "<|im_end|>")
         completions.append(Completion(prompt.id, 0, prompt_ids, ids, [0.0] * len(ids), "stop", 0, "x" * n))
     return prompts, completions
-
-
-class Server:
-    """A reward server on this machine; ``script`` has one behaviour per request, the last one again and again."""
-
-    def __init__(self, *script):
-        self.requests, self.paths, outer = [], [], self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                outer.requests.append(json.loads(body))
-                outer.paths.append(self.path)
-                behave = script[min(len(outer.requests), len(script)) - 1]
-                try:
-                    behave(self, outer.requests[-1])
-                except ConnectionError:
-                    pass  # the client went away, as it should
-
-            def log_message(self, *_):
-                pass
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def say(handler, body, status=200, length=None):
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    handler.send_response(status)
-    handler.send_header("Content-Length", str(length or len(data)))
-    handler.end_headers()
-    handler.wfile.write(data)
-
-
-def lengths(handler, request):
-    say(handler, {"rewards": [float(len(q) - len(p)) for q, p in zip(request["query"], request["prompts"])]})
-
-
-def answer(body, status=200):
-    return lambda handler, request: say(handler, body, status)
 
 
 def slow(handler, request):
@@ -183,7 +132,7 @@ def test_no_retries_means_one_try():
 
 
 def test_pauses_grow(monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(Line, "wait", lambda line, seconds: False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
