@@ -60,7 +60,6 @@ from heedful.plan.shape import read_shape
 from heedful.plan.time import plan_time
 from heedful.plan.workload import Workload, of_ppo
 from heedful.records import Message, Prompt
-from heedful.rollout.engine import ANSWERS_TOGETHER
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "opt-1.3b": (
@@ -185,8 +184,10 @@ def decoding_bounds(
     """:func:`ceilings.bound_seconds` of all answers, as many at a time as the engine decodes together."""
     cache = 2 * setup.base.layers * setup.base.kv_width * roles.policy.dtype.itemsize
     total: dict[str, float] = {}
-    for start in range(0, asked.batch, ANSWERS_TOGETHER):
-        rows = min(ANSWERS_TOGETHER, asked.batch - start)
+    assert setup.recipe.ppo is not None
+    together = setup.recipe.ppo.sampling.answers_together
+    for start in range(0, asked.batch, together):
+        rows = min(together, asked.batch - start)
         found = bound_seconds(
             [asked.prompt_tokens] * rows, [asked.new_tokens] * rows, Weights.of(roles.policy), speeds, cache_bytes=cache
         )

@@ -86,6 +86,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "model.reward": "{other_reward}", "data.prompts": "{data}/more-prompts.jsonl", "ppo.steps": 2,
         "ppo.prompts_per_step": 2, "ppo.samples_per_prompt": 2, "ppo.micro_batch_tokens": 64, "ppo.epochs": 1,
         "ppo.minibatches": 1, "ppo.sampling.max_new_tokens": 3, "ppo.sampling.temperature": 0.5,
+        "ppo.sampling.answers_together": 3,
         "ppo.kl.coefficient": 0.5, "ppo.kl.target": 2.0, "ppo.kl.horizon": (50, {"ppo.kl.target": 2.0}),
         "ppo.kl.in_reward": "k2", "ppo.gamma": 0.5, "ppo.lam": 0.5, "ppo.clip_low": 0.01, "ppo.clip_high": 0.01,
         "ppo.dual_clip": 1.001, "ppo.value_clip": 0.001, "ppo.value_warmup_steps": 1, "ppo.score_scaling": "none",

@@ -38,6 +38,9 @@ class SamplingConfig(Section):
     """Length limit of an answer; a cut answer is marked as such and never given an end token that was not sampled."""
     temperature: AboveZero = 1.0
     """Divides the logits in the sampler and in every training log-prob alike, so that ratios stay exact."""
+    answers_together: Positive = 64
+    """Answers decoded at once. Each more costs memory for its keys and values; all share one reading of the weights per
+    token, which on a GPU is most of the time. An interrupted rollout is kept in parts of this size."""
 
 
 class GuardConfig(Section):

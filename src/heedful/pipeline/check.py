@@ -61,11 +61,10 @@ def check(recipe: Recipe, *, on_proof: Callable[[Proof], None] | None = None) ->
     Raises:
         ConfigError: the recipe has no ppo section.
     """
-    from heedful.data.chat import end_token_ids
     from heedful.models.hardware import seed_everything
     from heedful.models.load import load_tokenizer
     from heedful.pipeline.stages import check_files
-    from heedful.rollout.hf import HFEngine
+    from heedful.rollout.hf import build_engine
 
     if recipe.ppo is None:
         raise ConfigError("this recipe has no ppo section, so there is nothing to prove")
@@ -83,7 +82,7 @@ def check(recipe: Recipe, *, on_proof: Callable[[Proof], None] | None = None) ->
     prompts, _ = ppo_prompts(context, load_tokenizer(context.sft_policy))
     roles = ppo_roles(context, prompts)
     scoring = build_scoring(context, config, roles.reward, rounding=roles.rounding, offload=roles.offload)
-    engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
+    engine = build_engine(roles.policy, config.sampling)
     proofs: list[Proof] = []
 
     def take(proof: Proof) -> None:

@@ -29,8 +29,6 @@ from heedful.plan.workload import StageWork
 
 MOMENTS = 8
 """Bytes of AdamW's two float32 moments per trained parameter."""
-DECODED_TOGETHER = 64
-"""Answers that the engine decodes at once (``rollout.engine.ANSWERS_TOGETHER``)."""
 BUCKETS_BYTES = 2 * 256 * 2**20
 """Of offloaded moments that are on the device during a step (two of ``train.moments.BUCKET_BYTES``)."""
 HEAP_FULL, HEAP_MIXED = 0.25, 0.6
@@ -159,7 +157,7 @@ def _ppo(setup: Setup) -> StagePlan:
     copies = (config.ema_decay is not None) + (config.best is not None)
     if copies and setup.machine.kind == "cpu" or config.ema_decay is not None:
         held["averaged and best weights"] = copies * policy.num_trained * FLOAT32
-    rows = min(DECODED_TOGETHER, config.samples_per_step)
+    rows = min(config.sampling.answers_together, config.samples_per_step)
     phases += [
         _rollout(setup, held, rows, setup.work.prompt_tokens, config.sampling.max_new_tokens),
         Phase("score", {**held, **_of_models(waiting), **_scoring(setup, models, work.largest)}),
@@ -265,8 +263,10 @@ def training_parts(model: Model, batch: Batch, setup: Setup, beside: dict[str, i
     head = 0 if model.scalar else activations.output_layer(
         shape, batch.counted_tokens, setup.machine.kind, s=s, trained=full, backward=True
     )  # fmt: skip
-    of_embedding = shape.num_embedding * FLOAT32 * (2 if shape.tied and not model.scalar else 1) if full else 0
     there_at_start = gradients if batch.num_per_step > 1 else 0
+    # that of a tied one is added to the output layer's by rows
+    adds_rows = shape.tied and not model.scalar and not there_at_start
+    of_embedding = shape.num_embedding * FLOAT32 if full and not adds_rows else 0
     start = there_at_start + kept + max(head, working)
     end = gradients + of_embedding + layer + working
     if end > start:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from heedful.config.recipe import Stage
-from heedful.plan.memory import DECODED_TOGETHER, moments_at_home, ppo_models, trained, waiting_models
+from heedful.plan.memory import moments_at_home, ppo_models, trained, waiting_models
 from heedful.plan.parts import Model, Setup
 from heedful.plan.shape import ModelShape
 from heedful.plan.workload import StageWork
@@ -135,8 +135,8 @@ def _rollout(setup: Setup, answers: int, prompt_tokens: float) -> Work:
     assert config is not None
     new, machine = config.sampling.max_new_tokens, setup.machine
     operations = moved = seconds = 0.0
-    for start in range(0, answers, DECODED_TOGETHER):
-        rows = min(DECODED_TOGETHER, answers - start)
+    for start in range(0, answers, config.sampling.answers_together):
+        rows = min(config.sampling.answers_together, answers - start)
         prefill = forward(shape, rows * prompt_tokens, round(prompt_tokens))
         length = prompt_tokens + new / 2
         attention = 4 * rows * length * shape.attention_width * shape.layers

@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from heedful.errors import CheckpointError
 from heedful.records import Completion
-from heedful.rollout.engine import ANSWERS_TOGETHER, Engine, Request, Sampling
+from heedful.rollout.engine import Engine, Request, Sampling
 from heedful.runs.journal import append_entry, read_entries
 
 _NAME = re.compile(r"^step-(\d{8})\.jsonl$")
@@ -32,8 +32,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class RolloutBuffer:
     """Generates through an engine and keeps every finished chunk in ``folder`` until it is forgotten."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, chunk: int) -> None:
+        """``chunk`` is the number of answers asked for at a time."""
+        self._folder, self._chunk = folder, chunk
 
     def generate(
         self,
@@ -44,22 +45,24 @@ class RolloutBuffer:
         seed: int,
         step: int,
         weights: Mapping[str, Tensor],
-        chunk: int = ANSWERS_TOGETHER,
+        on_chunk: Callable[[Sequence[int], Sequence[Completion]], None] | None = None,
     ) -> list[Completion]:
-        """What ``engine.generate(requests, sampling, seed=seed)`` gives, in order, ``chunk`` requests at a time.
+        """What ``engine.generate(requests, sampling, seed=seed)`` gives, in order, a chunk of the requests at a time.
 
         Chunks hold prompts of like length; the longest come first, so that one that is too long shows at once. The
-        cut depends on the requests alone: with ``chunk`` up to the engine's own batch size, a resumed rollout equals
+        cut depends on the requests alone: with chunks up to the engine's own batch size, a resumed rollout equals
         the uninterrupted one to the last bit.
 
         Args:
             weights: the policy's trained weights; chunks that others have sampled are not used.
+            on_chunk: is told the places among ``requests`` and the answers of every chunk that is there, sampled (and
+                on disk) or read.
 
         Raises:
             CheckpointError: a chunk cannot be written (disk full, no permission).
         """
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].prompt_ids))
-        chunks = [order[start : start + chunk] for start in range(0, len(order), chunk)]
+        chunks = [order[start : start + self._chunk] for start in range(0, len(order), self._chunk)]
         path = self._folder / f"step-{step:08d}.jsonl"
         situation = json.dumps([step, seed, dataclasses.asdict(sampling), _fingerprint(weights)])
         found = {entry["key"]: entry["completions"] for entry in read_entries(path)}
@@ -73,6 +76,8 @@ class RolloutBuffer:
                 answers = engine.generate(asked, sampling, seed=seed)
                 append_entry(path, {"key": key, "completions": [answer.to_json() for answer in answers]})
             done.update(zip(chosen, answers, strict=True))
+            if on_chunk is not None:
+                on_chunk(chosen, answers)
         return [done[i] for i in range(len(requests))]
 
     def forget_before(self, step: int) -> None:

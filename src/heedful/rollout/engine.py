@@ -10,9 +10,6 @@ from typing import Protocol
 from heedful.models.parts import LanguageModel
 from heedful.records import Completion
 
-ANSWERS_TOGETHER = 64
-"""Answers decoded together; an interrupted rollout is kept in parts of the same size, so that it resumes bit-equal."""
-
 
 @dataclass(frozen=True)
 class Request:

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from heedful.data.chat import answer_text
+from heedful.config.ppo import SamplingConfig
+from heedful.data.chat import answer_text, end_token_ids
 from heedful.errors import EngineError
 from heedful.models.lora import merged_state
 from heedful.models.parts import LanguageModel
 from heedful.records import Completion
-from heedful.rollout.engine import ANSWERS_TOGETHER, Request, Sampling, sample_seed
+from heedful.rollout.engine import Request, Sampling, sample_seed
 from heedful.rollout.lean import lean_step
 from heedful.rollout.packed import JoinedPart, PackedLinear, can_pack, group_queries, pack_layers, takers
 
@@ -51,10 +52,15 @@ class _Row:
     finished: bool = False
 
 
+def build_engine(policy: LanguageModel, config: SamplingConfig) -> HFEngine:
+    """The engine of a PPO run."""
+    return HFEngine(policy, end_token_ids(policy.tokenizer), batch_size=config.answers_together)
+
+
 class HFEngine:
     """Decodes with transformers in this process."""
 
-    def __init__(self, policy: LanguageModel, end_ids: Sequence[int], *, batch_size: int = ANSWERS_TOGETHER) -> None:
+    def __init__(self, policy: LanguageModel, end_ids: Sequence[int], *, batch_size: int = 64) -> None:
         self._tokenizer = policy.tokenizer
         self._device = policy.device
         self._end_ids = torch.tensor(sorted(end_ids), device=policy.device)

@@ -14,15 +14,14 @@ from heedful.batches import StepStats, TokenBatch
 from heedful.config.ppo import PPOConfig
 from heedful.control.guarded import GuardedKL
 from heedful.control.kl import KLController, Measurement, build_controller
-from heedful.data.chat import end_token_ids
 from heedful.data.stream import EpochStream, fingerprint
 from heedful.models.hardware import release_memory
 from heedful.models.roles import Roles
-from heedful.records import Prompt, Rollout, TokenSample
+from heedful.records import Completion, Prompt, Rollout, TokenSample
 from heedful.rollout.buffer import RolloutBuffer
 from heedful.rollout.engine import Engine, Request, Sampling
 from heedful.rollout.experience import Experience, build_experience, graphs_to_keep
-from heedful.rollout.hf import HFEngine
+from heedful.rollout.hf import build_engine
 from heedful.rollout.scaling import mean_and_std
 from heedful.rollout.score import Scoring
 from heedful.runs.folder import StageFolder
@@ -74,16 +73,16 @@ def train_ppo(
     ptx = PTX.of(demonstrations, config, pad_id=roles.policy.pad_id, seed=seed)
     recorder, trail = Recorder(stage, roles, config), Trail()
     update = Update(roles, config, policy, value, ptx, recorder)
-    buffer = RolloutBuffer(stage.path / "rollouts")
-    voice: Engine = engine or HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
+    buffer = RolloutBuffer(stage.path / "rollouts", chunk=config.sampling.answers_together)
+    voice: Engine = engine or build_engine(roles.policy, config.sampling)
 
     def step(i: int) -> StepStats:
         clock = Clock()
         roles.offload.send_away()  # what the self-test or a validation has brought
         voice.sync(roles.policy, version=i)
         asked = [prompts[j] for j in next(stream)]
-        requests = _requests(asked, config.samples_per_prompt)
-        completions = buffer.generate(voice, requests, sampling, seed=_mix(seed, i), step=i, weights=policy.parameters)
+        generate = partial(buffer.generate, voice, seed=_mix(seed, i), step=i, weights=policy.parameters)
+        of_answers, completions = _rollout(generate, asked, scoring, sampling, config.samples_per_prompt)
         voice.rest()
         roles.offload.fetch()
         release_memory()
@@ -91,7 +90,7 @@ def train_ppo(
         generator = torch.Generator().manual_seed(_mix(seed, i))  # draws the minibatches
         recorder.begin(i)
         with recorder:
-            rollouts = scoring([p for p, _ in asked for _ in range(config.samples_per_prompt)], completions)
+            rollouts = scoring(of_answers, completions)
             recorder.note(phase="scoring", rollouts=rollouts, kl_coefficient=controller.coefficient)
             experience = build_experience(
                 rollouts, roles, config, kl_coefficient=controller.coefficient, pad_id=roles.policy.pad_id,
@@ -155,6 +154,17 @@ def _optimisations(roles: Roles, config: PPOConfig) -> tuple[Optimisation, Optim
         Optimisation("policy", roles.policy.trainable_parameters(), config.optimizer, max(policy_updates, 1)),
         Optimisation("value", roles.value.trainable_parameters(), config.value_optimizer, updates),
     )
+
+
+def _rollout(
+    generate: Callable[..., list[Completion]], asked: Sequence[EncodedPrompt], scoring: Scoring, sampling: Sampling,
+    samples_per_prompt: int,
+) -> tuple[list[Prompt], list[Completion]]:  # fmt: skip
+    """The answers of a step, and the prompt of each; servers that judge are asked while others are still sampled."""
+    prompts = [prompt for prompt, _ in asked for _ in range(samples_per_prompt)]
+    with scoring.ahead(prompts) as begin:
+        completions = generate(_requests(asked, samples_per_prompt), sampling, on_chunk=begin)
+    return prompts, completions
 
 
 def _requests(chosen: Sequence[EncodedPrompt], samples_per_prompt: int) -> list[Request]:

@@ -289,6 +289,17 @@ def test_the_peak_is_the_largest_phase_and_not_the_sum():
     assert cache < rollout["key-value cache"] < 1.1 * cache
 
 
+def test_answers_decoded_together_cost_memory_and_save_time():
+    def ppo(together):
+        return {"prompts_per_step": 256, "sampling": {"answers_together": together}, "lora": {"rank": 16}}
+
+    few, many, all_at_once = (setup(ppo=ppo(n)) for n in (64, 256, 1024))
+    cache = [stage(x, "ppo").phases[0].parts["key-value cache"] for x in (few, many, all_at_once)]
+    assert cache[1] == 4 * cache[0] and cache[2] == cache[1]  # a step has 256 answers
+    seconds = [plan_time(x)[-1].phases[0].seconds for x in (few, many, all_at_once)]
+    assert seconds[1] < 0.6 * seconds[0] and seconds[2] == seconds[1]
+
+
 def test_checkpointing_keeps_the_inputs_of_the_layers():
     shape, batch = NAMED["7b"], Batch(4, 512, 512)
     kept = {r: trunk(shape, batch, Training(recompute=r), s=2, eager=False) for r in (False, True)}

@@ -57,8 +57,8 @@ def wanted(part):
 
 def generate(folder, engine, wanted, *, seed=1, step=4, sampling=SAMPLING, weights=WEIGHTS, chunk=2):
     counting = engine if isinstance(engine, Counting) else Counting(engine)
-    found = RolloutBuffer(folder).generate(
-        counting, wanted, sampling, seed=seed, step=step, weights=weights, chunk=chunk
+    found = RolloutBuffer(folder, chunk=chunk).generate(
+        counting, wanted, sampling, seed=seed, step=step, weights=weights
     )
     return found, counting.asked
 
@@ -150,7 +150,7 @@ def test_weights_of_any_dtype(tmp_path, engine, wanted, dtype):
 
 def test_forget_before_keeps_the_steps_to_come_and_leaves_no_empty_folder(tmp_path, engine, wanted):
     folder = tmp_path / "rollouts"
-    buffer = RolloutBuffer(folder)
+    buffer = RolloutBuffer(folder, chunk=2)
     buffer.forget_before(3)  # nothing there yet
     for step in (3, 4, 5):
         generate(folder, engine, wanted, step=step)
@@ -164,7 +164,7 @@ def test_forget_before_keeps_the_steps_to_come_and_leaves_no_empty_folder(tmp_pa
 def test_forget_before_touches_nothing_else(tmp_path, engine, wanted):
     generate(tmp_path, engine, wanted)
     (tmp_path / "notes.txt").write_text("mine")
-    RolloutBuffer(tmp_path).forget_before(9)
+    RolloutBuffer(tmp_path, chunk=2).forget_before(9)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
