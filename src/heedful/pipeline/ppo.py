@@ -55,11 +55,10 @@ def gate(card: RewardCard | None, recipe: Recipe) -> str:
 
 def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     """Train the policy; results of the stage."""
-    from heedful.data.chat import end_token_ids
     from heedful.models.export import save_policy
     from heedful.models.load import load_tokenizer
     from heedful.rollout.cache import ScoreCache
-    from heedful.rollout.hf import HFEngine
+    from heedful.rollout.hf import build_engine
     from heedful.train import checkpoint
     from heedful.train.ppo import train_ppo
     from heedful.train.selftest import require, run_self_test
@@ -82,7 +81,7 @@ def run_ppo(context: Context, stage: StageFolder) -> dict[str, Any]:
     context.tell_moments("ppo.optimizer", config.optimizer)
     context.tell_moments("ppo.value_optimizer", config.value_optimizer)
     demonstrations = _demonstrations(context, roles.policy.tokenizer)
-    engine = HFEngine(roles.policy, end_token_ids(roles.policy.tokenizer))
+    engine = build_engine(roles.policy, config.sampling)
     if config.self_test and not checkpoint.exist(stage.checkpoints):  # a run that goes on has proved itself
         require(
             run_self_test(
