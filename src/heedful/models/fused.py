@@ -89,6 +89,16 @@ def fuse(base: Any, device: torch.device, dtype: torch.dtype) -> int:
     return 0
 
 
+def add_rows_of_tied_embedding(base: Any) -> None:
+    """Let the gradient of an embedding that is the output layer too be added to that layer's, row by row.
+
+    As a matrix of its own it would be one more of that size, at the end of a backward, nearly all of it zeros.
+    """
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding) and head is not None and head.weight is embedding.weight:
+        embedding.sparse = True
+
+
 def _found(trunk: nn.Module) -> Iterator[tuple[bool, Any]]:
     """Norms and gated layers as Llama has them, with whether they are parts of a layer and not of a part of it."""
     from transformers.modeling_layers import GradientCheckpointingLayer

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from heedful.errors import ModelError
 from heedful.models import cache
 from heedful.models.folders import check_model_folder, is_model_folder, quiet, read_config
+from heedful.models.fused import add_rows_of_tied_embedding
 from heedful.models.tokens import ensure_pad as ensure_pad
 from heedful.runs.progress import tell
 
@@ -136,6 +137,7 @@ def load_causal(path: Path | str, *, dtype: torch.dtype, device: torch.device, a
     if missing:
         raise ModelError(f"{path}: the weights lack {missing[0]} ({len(missing)} tensors), so the model is not whole")
     ensure_pad(load_tokenizer(path), model)
+    add_rows_of_tied_embedding(model)
     return _ready(model, device)
 
 

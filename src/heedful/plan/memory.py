@@ -263,8 +263,10 @@ def training_parts(model: Model, batch: Batch, setup: Setup, beside: dict[str, i
     head = 0 if model.scalar else activations.output_layer(
         shape, batch.counted_tokens, setup.machine.kind, s=s, trained=full, backward=True
     )  # fmt: skip
-    of_embedding = shape.num_embedding * FLOAT32 * (2 if shape.tied and not model.scalar else 1) if full else 0
     there_at_start = gradients if batch.num_per_step > 1 else 0
+    # that of a tied one is added to the output layer's by rows
+    adds_rows = shape.tied and not model.scalar and not there_at_start
+    of_embedding = shape.num_embedding * FLOAT32 if full and not adds_rows else 0
     start = there_at_start + kept + max(head, working)
     end = gradients + of_embedding + layer + working
     if end > start:

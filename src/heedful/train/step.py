@@ -59,6 +59,12 @@ class Optimisation:
             "num_steps": self.num_steps,
         }
 
+    def make_dense(self) -> None:
+        """Of a tied embedding that no output layer has added its gradient to (values on a trunk alone)."""
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+
     def move(self) -> None:
         """One step of AdamW with the gradients that are there, at the scheduled rate."""
         for group in self.adam.param_groups:
@@ -125,6 +131,8 @@ def optimise(
         out = loss_of(micro_batch)
         guard.finite(f"the {name} loss", out.loss, step=step, ids=ids_of(micro_batch))
         out.loss.backward()
+        for optimisation in optimisations:
+            optimisation.make_dense()
         total += float(out.loss.detach())
         add_metrics(metrics, out.metrics)
     numbers = {name: float(value) for name, value in metrics.items()}

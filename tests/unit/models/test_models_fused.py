@@ -11,9 +11,12 @@ import transformers
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from heedful.batches import LossOut
+from heedful.config.section import OptimizerConfig
 from heedful.models import fused
-from heedful.models.fused import fuse
+from heedful.models.fused import add_rows_of_tied_embedding, fuse
 from heedful.models.lora import add_lora
+from heedful.train.step import Optimisation, optimise
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 ALL = {"Llama": 7, "Qwen2": 7, "Qwen3": 11, "Mistral": 7, "Granite": 7, "Phi3": 5, "Cohere": 2}
@@ -21,7 +24,7 @@ ALL = {"Llama": 7, "Qwen2": 7, "Qwen3": 11, "Mistral": 7, "Granite": 7, "Phi3": 
 NONE = ("Gemma", "Gemma2", "GPT2", "OPT")
 
 
-def built(kind):
+def built(kind, **more):
     options = {
         "vocab_size": 90, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
         "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
@@ -30,7 +33,7 @@ def built(kind):
     options |= {"n_embd": 48, "n_layer": 2, "n_head": 4} if kind == "GPT2" else {}
     options |= {"ffn_dim": 80, "word_embed_proj_dim": 48} if kind == "OPT" else {}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**options, initializer_range=0.2)
+    config = getattr(transformers, f"{kind}Config")(**options, **more, initializer_range=0.2)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -208,3 +211,58 @@ def test_a_second_part_on_the_model_and_a_copy_of_it():
         other.model.layers[0].mlp.down_proj.weight.zero_()
     assert not torch.allclose(states(other, F32), states(model, F32))
     assert other.model.norm.forward.__self__ is other.model.norm
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_the_gradient_of_a_tied_embedding_is_added_by_rows(kind, tmp_path):
+    """And no second matrix of its size is made in the backward."""
+    found = []
+    for by_rows in (False, True):
+        model = built(kind, tie_word_embeddings=True)
+        if by_rows:
+            add_rows_of_tied_embedding(model)
+        embedding = model.get_input_embeddings()
+        assert embedding.sparse == by_rows and embedding.weight is model.get_output_embeddings().weight
+        made = []
+        with Noting(embedding.weight.shape, made):
+            model(input_ids=torch.tensor([[5, 6, 5, 7]]), labels=torch.tensor([[6, 5, 7, 8]])).loss.backward()
+        found.append(embedding.weight.grad)
+        assert sum("embedding" in name for name in made) == (not by_rows)
+    assert found[1].layout == torch.strided
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-8)
+
+
+class Noting(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names of the operations that make a tensor of a shape."""
+
+    def __init__(self, shape, names):
+        super().__init__()
+        self.shape, self.names = shape, names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.layout == torch.strided and out.shape == self.shape:
+            self.names.append(str(func))
+        return out
+
+
+def test_an_embedding_of_its_own_stays_as_it_is():
+    model = built("Llama", tie_word_embeddings=False)
+    add_rows_of_tied_embedding(model)
+    assert not model.get_input_embeddings().sparse
+
+
+def test_a_step_without_the_output_layer_has_a_dense_gradient():
+    """Values on a trunk, and no policy loss."""
+    model = built("Llama", tie_word_embeddings=True)
+    add_rows_of_tied_embedding(model)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moved = Optimisation("policy", dict(model.named_parameters()), OptimizerConfig(learning_rate=1e-2), 1)
+
+    def loss(ids):
+        return LossOut(model.base_model(input_ids=ids).last_hidden_state.square().mean())
+
+    out = optimise([moved], [torch.tensor([[5, 6]]), torch.tensor([[5, 9]])], loss, step=0)
+    assert out.moved and out.gradient_norms["policy"] > 0
+    rows = (model.get_input_embeddings().weight - before["model.embed_tokens.weight"]).abs().sum(dim=1) > 0
+    assert rows.nonzero().flatten().tolist() == [5, 6, 9]

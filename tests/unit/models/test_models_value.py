@@ -104,7 +104,7 @@ def test_whom_the_value_loss_moves(value_from: str, given: bool, lora: Any, buil
     assert own and all(p.grad is not None and p.grad.abs().max() > 0 for p in own.values())
     others = [p.grad for p in roles.policy.trainable_parameters().values() if p.grad is not None]
     assert bool(others) == (value_from == "trunk")
-    assert all(g.abs().max() > 0 for g in others)
+    assert all(g.to_dense().abs().max() > 0 for g in others)  # a tied embedding's is of rows
 
 
 @pytest.mark.parametrize("value_from", MODES)
