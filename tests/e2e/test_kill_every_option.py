@@ -46,6 +46,7 @@ ppo:
   value_optimizer: {{learning_rate: 1e-3}}
   lora: {lora}
   ema_decay: 0.7
+  offload_frozen: true
   best: {{every_steps: 2, num_prompts: 4}}
   accept_weak_reward: true
   checkpoint: {{every_steps: 2, keep: 2}}
