@@ -15,7 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import IO, Any, Protocol, final
@@ -27,6 +27,10 @@ from heedful.errors import ModelError
 from heedful.models.cache import cache_folder
 from heedful.models.hardware import release_memory
 from heedful.models.parts import Part
+
+BLOCK_BYTES = 2**30
+"""Of main memory that is page-locked at once. torch rounds each such piece up to a power of two: a third of the weights
+of a Llama, were every tensor one of its own."""
 
 
 @final
@@ -42,9 +46,9 @@ class Offloaded:
 
         trunk, seen = part.base.base_model, set[Tensor]()
         layers = [module for module in trunk.modules() if isinstance(module, GradientCheckpointingLayer)]
-        home = _Locked if is_apart(part.device) else partial(_Mapped, _new_file())
-        of_layers = [_Group(_tensors(layer, seen), home, part.device) for layer in layers]
-        self._outside = _Group(_tensors(part.model, seen), home, part.device)
+        tensors = [_tensors(layer, seen) for layer in layers]
+        homes = _homes([*tensors, _tensors(part.model, seen)], part.device)
+        *of_layers, self._outside = (_Group(pairs, part.device) for pairs in homes)
         self._groups = [self._outside, *of_layers]
         self._device, self.is_apart = part.device, is_apart(part.device)
         self._stream = torch.cuda.Stream(part.device) if part.device.type == "cuda" else None
@@ -100,8 +104,6 @@ class _Home(Protocol):
 
     num_bytes: int
 
-    def __init__(self, tensor: Tensor) -> None: ...
-
     def room(self, device: torch.device) -> Tensor:
         """A tensor for them on the device."""
         ...
@@ -114,13 +116,11 @@ class _Home(Protocol):
 class _Locked:
     """In page-locked main memory, which a GPU reads on its own."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        values = tensor.detach().to("cpu", copy=True)
-        self._values = values.pin_memory() if tensor.device.type == "cuda" else values
-        self.num_bytes = values.nbytes
+    def __init__(self, tensor: Tensor, room: Tensor) -> None:
+        self._values, self.num_bytes = room.copy_(tensor.detach()), room.nbytes
 
     def room(self, device: torch.device) -> Tensor:
-        return torch.empty_like(self._values, device=device, pin_memory=False)
+        return torch.empty(self._values.shape, dtype=self._values.dtype, device=device)
 
     def copy_to(self, room: Tensor) -> None:
         room.copy_(self._values, non_blocking=True)
@@ -169,10 +169,9 @@ def _new_file() -> IO[bytes]:
 class _Group:
     """Weights that travel together."""
 
-    def __init__(self, tensors: Iterable[Tensor], home: Callable[[Tensor], _Home], device: torch.device) -> None:
-        self.tensors = [(tensor, home(tensor)) for tensor in tensors if tensor.numel()]
-        """Those of the model, each with its values at home"""
-        self._device = device
+    def __init__(self, tensors: Sequence[tuple[Tensor, _Home]], device: torch.device) -> None:
+        """``tensors`` are those of the model, each with its values at home."""
+        self.tensors, self._device = tensors, device
         self._arrived: torch.cuda.Event | None = None
 
     def make_room(self) -> None:
@@ -241,6 +240,24 @@ class Offload:
         return f"{len(self._parts)} models of {self.num_bytes / 2**30:.2f} GiB wait {where}"
 
 
+def zeros_at_home(like: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros in main memory of the shapes and types given, views of a few blocks, page-locked for a GPU."""
+    found: dict[int, Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in like):
+        these = [(i, x) for i, x in enumerate(like) if x.dtype == dtype]
+        missing = sum(x.numel() for _, x in these)
+        rooms: list[Tensor] = []  # what is left of each block
+        for i, x in these:
+            n = x.numel()
+            place = next((k for k, room in enumerate(rooms) if len(room) >= n), len(rooms))
+            if place == len(rooms):
+                size = max(n, min(BLOCK_BYTES // x.itemsize, missing))
+                rooms.append(torch.zeros(size, dtype=dtype, pin_memory=x.device.type == "cuda"))
+            found[i], rooms[place] = rooms[place][:n].view(x.shape), rooms[place][n:]
+            missing -= n
+    return [found[i] for i in range(len(like))]
+
+
 def is_apart(device: torch.device) -> bool:
     """Whether the device has a memory of its own."""
     return device.type == "cuda"
@@ -248,9 +265,18 @@ def is_apart(device: torch.device) -> bool:
 
 def _tensors(module: Any, seen: set[Tensor]) -> list[Tensor]:
     """Parameters and buffers that are not in ``seen`` yet."""
-    found = [tensor for tensor in [*module.parameters(), *module.buffers()] if tensor not in seen]
+    found = [x for x in [*module.parameters(), *module.buffers()] if x not in seen and x.numel()]
     seen.update(found)
     return found
+
+
+def _homes(groups: Sequence[list[Tensor]], device: torch.device) -> list[list[tuple[Tensor, _Home]]]:
+    """Every tensor with its values where they wait."""
+    if is_apart(device):
+        rooms = iter(zeros_at_home([x.detach() for tensors in groups for x in tensors]))
+        return [[(x, _Locked(x, next(rooms))) for x in tensors] for tensors in groups]
+    file = _new_file()
+    return [[(x, _Mapped(file, x)) for x in tensors] for tensors in groups]
 
 
 def _wait_for(group: _Group, *_: Any) -> None:

@@ -179,10 +179,13 @@ class Scoring:
             EngineError: a source gave another number of scores than it was asked for, or one that is not finite. No
                 statistics have moved then.
         """
+        found = {}
         try:
-            raw = {s.name: _numbers(s.name, s(prompts, completions), completions) for s in self._sources}
+            for s in sorted(self._sources, key=lambda s: isinstance(s, BeginsAhead)):  # who is asked already comes last
+                found[s.name] = _numbers(s.name, s(prompts, completions), completions)
         finally:
             self._drop()  # where one source has failed, others may not have been asked for theirs
+        raw = {s.name: found[s.name] for s in self._sources}
         scaled = {name: self._scalers[name](values, update=update) for name, values in raw.items()}
         rollouts = []
         for i, completion in enumerate(completions):

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from heedful.train.moments import Bucket, Shuttle, cut, wait_at_home, zeros_at_home
+from heedful.models.offload import zeros_at_home
+from heedful.train.moments import Bucket, Shuttle, cut, wait_at_home
 
 MIN_ROWS = 4096
 """In matrices with fewer rows nobody looks."""

@@ -20,9 +20,6 @@ from heedful.models import offload
 
 BUCKET_BYTES = 256 * 2**20
 """Of both moments, as much as hides the latency of a copy; a step holds two buckets."""
-BLOCK_BYTES = 2**30
-"""Of main memory that is page-locked at once. torch rounds each such piece up to a power of two: a third of the moments
-of a Llama, were every tensor one of its own."""
 ALIGNED_BYTES = 256
 """Where a parameter is cut and begins in a bucket: kernels read vectors, and on a CPU a rest is rounded otherwise."""
 
@@ -42,24 +39,6 @@ def reserve(parameters: Iterable[Tensor], *, offloaded: bool) -> list[Tensor]:
         return [torch.empty_like(p) for p in parameters for _ in range(2)]
     num_bytes = min(2 * BUCKET_BYTES, sum(2 * p.nbytes for p in parameters))
     return [torch.empty(num_bytes, dtype=torch.uint8, device=parameters[0].device)]
-
-
-def zeros_at_home(like: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros in main memory of the shapes and types given, views of a few blocks, page-locked for a GPU."""
-    found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(x.dtype for x in like):
-        these = [(i, x) for i, x in enumerate(like) if x.dtype == dtype]
-        missing = sum(x.numel() for _, x in these)
-        rooms: list[Tensor] = []  # what is left of each block
-        for i, x in these:
-            n = x.numel()
-            place = next((k for k, room in enumerate(rooms) if len(room) >= n), len(rooms))
-            if place == len(rooms):
-                size = max(n, min(BLOCK_BYTES // x.itemsize, missing))
-                rooms.append(torch.zeros(size, dtype=dtype, pin_memory=x.device.type == "cuda"))
-            found[i], rooms[place] = rooms[place][:n].view(x.shape), rooms[place][n:]
-            missing -= n
-    return [found[i] for i in range(len(like))]
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,22 @@ def test_every_server_has_scored_a_chunk_before_the_next_is_decoded(tmp_path):
     assert all(r.raw_parts["judge"] == r.raw_parts["facts"] for r in rollouts)
 
 
+def test_who_computes_here_scores_while_a_server_is_still_at_work(tmp_path):
+    behave, is_open = gate()
+
+    class Local:
+        name, weight = "local", 1.0
+
+        def __call__(self, prompts, completions):
+            is_open.set()  # the server answers from now on
+            return [1.0] * len(completions)
+
+    with Watched(behave) as server:
+        scoring = Scoring([source(server)[0], Local()])
+        rollouts = scoring(PROMPTS, generate(tmp_path, scoring, Told()))
+    assert all(list(r.raw_parts) == ["judge", "local"] for r in rollouts)  # the order is the recipe's
+
+
 def test_scores_and_statistics_are_those_without(tmp_path):
     def run(folder, ahead):
         with Server(lengths) as server:

@@ -168,9 +168,9 @@ def test_weights_that_do_not_lie_in_order_are_no_copy():
 
 def test_few_blocks_hold_what_is_at_home(monkeypatch):
     """A tensor larger than a block has one of its own; smaller ones fill what is left."""
-    monkeypatch.setattr(moments, "BLOCK_BYTES", 4 * 100)
+    monkeypatch.setattr(offload, "BLOCK_BYTES", 4 * 100)
     like = [torch.empty(n) for n in (60, 60, 250, 30, 2)] + [torch.empty(3, 2, dtype=torch.float64)]
-    found = moments.zeros_at_home(like)
+    found = offload.zeros_at_home(like)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in like]
     assert all(not x.any() for x in found)
     storages = [x.untyped_storage() for x in found]
