@@ -16,9 +16,9 @@ Shapes: D width of a token, F width of the gated layer.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator
-from types import MethodType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -74,19 +74,25 @@ def fuse(base: Any, device: torch.device, dtype: torch.dtype) -> int:
     Norms inside a layer give their output in the compute precision where the hidden states stay the same to the bit:
     where nothing but matrix products, which would cast it, reads them. Returns the number of layers that were changed.
     """
-    found = list(_found(base.base_model))
-    if not found or any("forward" in vars(module) for _, module in found):  # changed already: parts share the model
+    found = [(inside, module, type(module)) for inside, module in _found(base.base_model)]
+    if not found:
         return 0
     expected = _states(base, device, dtype)
     for early in (True, False) if dtype != torch.float32 else (False,):
-        for inside, module in found:
+        for inside, module, kind in found:
             forward = _gated if hasattr(module, "down_proj") else _early_norm if inside and early else _norm
-            module.forward = MethodType(forward, module)
+            module.__class__ = _with_forward(kind, forward)
         if torch.equal(_states(base, device, dtype), expected):
             return len(found)
-    for _, module in found:
-        del module.forward
+    for _, module, kind in found:
+        module.__class__ = kind
     return 0
+
+
+@functools.cache
+def _with_forward(kind: type[nn.Module], forward: Callable[[Any, Tensor], Tensor]) -> type[nn.Module]:
+    """A class, since a method of the instance would refer to it: only the garbage collector would free such a model."""
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
 
 
 def add_rows_of_tied_embedding(base: Any) -> None:
@@ -100,7 +106,10 @@ def add_rows_of_tied_embedding(base: Any) -> None:
 
 
 def _found(trunk: nn.Module) -> Iterator[tuple[bool, Any]]:
-    """Norms and gated layers as Llama has them, with whether they are parts of a layer and not of a part of it."""
+    """Norms and gated layers as Llama has them, with whether they are parts of a layer and not of a part of it.
+
+    None of those that were changed before: parts share models.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -40,6 +42,10 @@ def built(kind, **more):
             if "norm" in name:
                 p.uniform_(0.5, 1.5)
     return model
+
+
+def is_changed(module):
+    return type(module).__module__ == fused.__name__
 
 
 def states(model, dtype):
@@ -164,7 +170,7 @@ def test_other_layers_are_left_alone(kind):
     model = built(kind)
     expected = states(model, BF16)
     assert fuse(model, CPU, BF16) == 0
-    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any(is_changed(module) for module in model.modules())
     assert torch.equal(states(model, BF16), expected)
 
 
@@ -183,7 +189,7 @@ def test_a_norm_that_more_than_products_read_keeps_its_precision():
             layer.self_attn = Louder(layer.self_attn)
     assert fuse(model, CPU, BF16) == 7
     assert torch.equal(states(model, BF16), states(plain, BF16))
-    assert model.model.layers[0].input_layernorm.forward.__func__ is fused._norm
+    assert type(model.model.layers[0].input_layernorm).forward is fused._norm
 
 
 def test_a_model_whose_states_would_change_is_left_alone(monkeypatch):
@@ -191,15 +197,14 @@ def test_a_model_whose_states_would_change_is_left_alone(monkeypatch):
     model = built("Llama")
     expected = states(model, F32)
     assert fuse(model, CPU, F32) == 0 and torch.equal(states(model, F32), expected)
-    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any(is_changed(module) for module in model.modules())
 
 
 def test_another_activation_is_left_alone():
     config = transformers.LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
                                       vocab_size=90, hidden_act="gelu", pad_token_id=0)  # fmt: skip
     model = transformers.LlamaForCausalLM(config).eval()
-    assert fuse(model, CPU, F32) == 3 and "forward" not in vars(model.model.layers[0].mlp)
-    assert isinstance(model.model.layers[0].mlp, LlamaMLP)
+    assert fuse(model, CPU, F32) == 3 and type(model.model.layers[0].mlp) is LlamaMLP
 
 
 def test_a_second_part_on_the_model_and_a_copy_of_it():
@@ -210,7 +215,21 @@ def test_a_second_part_on_the_model_and_a_copy_of_it():
         other.model.norm.weight.mul_(2)
         other.model.layers[0].mlp.down_proj.weight.zero_()
     assert not torch.allclose(states(other, F32), states(model, F32))
-    assert other.model.norm.forward.__self__ is other.model.norm
+    assert is_changed(other.model.norm)
+
+
+def test_a_model_is_freed_when_nothing_names_it():
+    """No circle of references, which would hold its weights until the garbage collector comes."""
+    model = built("Llama")
+    assert fuse(model, CPU, F32) == 7
+    weights = [weakref.ref(x.weight) for x in (model.model.norm, model.model.layers[0].mlp.down_proj)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert [ref() for ref in weights] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2"])
