@@ -16,7 +16,6 @@ Shapes: D width of a token, F width of the gated layer.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -78,10 +77,12 @@ def fuse(base: Any, device: torch.device, dtype: torch.dtype) -> int:
     if not found:
         return 0
     expected = _states(base, device, dtype)
+    classes = {(kind, forward): _with_forward(kind, forward)
+               for kind in {kind for *_, kind in found} for forward in (_gated, _norm, _early_norm)}  # fmt: skip
     for early in (True, False) if dtype != torch.float32 else (False,):
         for inside, module, kind in found:
             forward = _gated if hasattr(module, "down_proj") else _early_norm if inside and early else _norm
-            module.__class__ = _with_forward(kind, forward)
+            module.__class__ = classes[kind, forward]
         if torch.equal(_states(base, device, dtype), expected):
             return len(found)
     for _, module, kind in found:
@@ -89,7 +90,6 @@ def fuse(base: Any, device: torch.device, dtype: torch.dtype) -> int:
     return 0
 
 
-@functools.cache
 def _with_forward(kind: type[nn.Module], forward: Callable[[Any, Tensor], Tensor]) -> type[nn.Module]:
     """A class, since a method of the instance would refer to it: only the garbage collector would free such a model."""
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
