@@ -31,10 +31,10 @@ MOMENTS = 8
 """Bytes of AdamW's two float32 moments per trained parameter."""
 BUCKETS_BYTES = 2 * 256 * 2**20
 """Of offloaded moments that are on the device during a step (two of ``train.moments.BUCKET_BYTES``)."""
-HEAP_FULL, HEAP_MIXED = 0.25, 0.6
+HEAP_FULL, HEAP_MIXED, HEAP_ADAPTED_RANKINGS = 0.25, 0.6, 1.2
 """On a CPU glibc leaves holes between the tensors that a forward keeps, where casts and gradients were; a share of the
 activations, measured. Tensors of more different sizes make larger ones: the adapters' float32 copies of their inputs,
-and packed rankings, of which no two batches have one shape."""
+and packed rankings, of which no two batches have one shape; most of all both together."""
 HEAP_MERGE = 0.35
 """The same for weights that are merged one after the other."""
 
@@ -256,7 +256,9 @@ def training_parts(model: Model, batch: Batch, setup: Setup, beside: dict[str, i
         return {f"{model.part}: gradients": gradients,
                 "activations": activations.inference(shape, batch, s=s, residual=FLOAT32, eager=eager)}  # fmt: skip
     full = model.training.rank is None
-    share = HEAP_FULL if full and not (model.scalar and batch.packed) else HEAP_MIXED
+    are_rankings = model.scalar and batch.packed
+    shares = (HEAP_FULL, HEAP_MIXED) if full else (HEAP_MIXED, HEAP_ADAPTED_RANKINGS)
+    share = shares[are_rankings]
     kept = activations.trunk(shape, batch, model.training, s=s, eager=eager)
     layer = activations.layer(shape, batch, model.training, s=s, eager=eager)
     working = activations.working(shape, batch, s=s, eager=eager)
