@@ -273,6 +273,7 @@ from heedful.rollout.score import Scoring
 from heedful.rollout.sources import HTTPReward
 from toy_parts import toy_tokenizer
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 prompt = Prompt("p", (Message("user", "Say"),))
 said = Completion("p", 0, [5], [6], [0.0], "stop", 0, "x")
 scoring = Scoring([HTTPReward("judge", sys.argv[1], toy_tokenizer(), timeout_seconds=600.0)])
