@@ -52,13 +52,11 @@ def recipes(steps: int) -> dict[str, dict[str, Any]]:
         "PPO, separate, activation checkpointing": {
             "ppo": {**ppo, "roles": "separate", "activation_checkpointing": True}
         },
-        "PPO, separate, frozen models in int8": {"ppo": {**ppo, "roles": "separate", "frozen_weights": "int8"}},
         "PPO, trunk": {"ppo": {**ppo, "roles": "trunk"}},
         "PPO, trunk, 128 new tokens": {"ppo": {**longer, "roles": "trunk"}},
         "PPO, separate, adapters": {"ppo": {**ppo, "roles": "separate", "lora": lora}},
         "PPO, shared": {"ppo": {**ppo, "roles": "shared", "lora": lora}},
         "PPO, shared, 128 new tokens": {"ppo": {**longer, "roles": "shared", "lora": lora}},
-        "PPO, shared, base in int8": {"ppo": {**ppo, "roles": "shared", "lora": lora, "frozen_weights": "int8"}},
         "PPO, shared, base in nf4": {"ppo": {**ppo, "roles": "shared", "lora": on_nf4}},
         "PPO, shared, activation checkpointing": {
             "ppo": {**ppo, "roles": "shared", "lora": lora, "activation_checkpointing": True}
