@@ -108,7 +108,7 @@ def build_scoring(
         own: this run's reward model; may be None where no part reads it.
         cache: holds the scores of reward models.
         rounding: holds further reward models as it says.
-        offload: takes them to main memory where it does so.
+        offload: sends them away where it does so.
 
     Raises:
         ConfigError, GateError, ModelError: as :func:`check_rewards`.

@@ -131,10 +131,10 @@ def optimise(
         out = loss_of(micro_batch)
         guard.finite(f"the {name} loss", out.loss, step=step, ids=ids_of(micro_batch))
         out.loss.backward()
-        for optimisation in optimisations:
-            optimisation.make_dense()
         total += float(out.loss.detach())
         add_metrics(metrics, out.metrics)
+    for optimisation in optimisations:
+        optimisation.make_dense()
     numbers = {name: float(value) for name, value in metrics.items()}
     moved = before_update(numbers)
     rates = {o.name: o.learning_rate for o in optimisations}

@@ -19,7 +19,7 @@ from heedful.pipeline.context import Context
 from heedful.train import adam, moments
 from heedful.train.step import Optimisation, _clipped_norm
 from toy_parts import roles
-from toy_ppo import RATE, Longer, largest_gap, train, weights
+from toy_ppo import RATE, AtTheThird, Longer, largest_gap, train, weights
 
 V, D = 40, 24
 STEPS = [[1, 2, 2], [3, 4], [5], list(range(5, 33)), [0], [1, 35]]
@@ -246,16 +246,8 @@ def test_ppo_is_killed_and_goes_on(tmp_path, apart, first, second):
     assert largest_gap(weights(whole), weights(again)) == 0
 
 
-class StopsAtThird(Longer):
-    """A kill while the third batch of answers is scored."""
-
-    num_calls = 0
-
-    def __call__(self, *asked):
-        self.num_calls += 1
-        if self.num_calls == 3:
-            raise KeyboardInterrupt
-        return super().__call__(*asked)
+class StopsAtThird(AtTheThird, Longer):
+    """The length of the answer."""
 
 
 @needs_a_gpu
