@@ -122,8 +122,8 @@ class Part(ABC):
 
     def _takes_pieces(self, marks_BT: Tensor, *, packed: bool, with_prompts: bool) -> bool:
         """Whether this batch is computed in pieces, without padding and without attention between them."""
-        config = self.base.config.get_text_config()
-        return is_worth_it(config, marks_BT, packed=packed) and self.can_be_ragged(with_prompts=with_prompts)
+        is_better = is_worth_it(self.base.base_model, marks_BT, packed=packed)
+        return is_better and self.can_be_ragged(with_prompts=with_prompts)
 
     def can_be_ragged(self, *, with_prompts: bool) -> bool:
         """Whether pieces come out as they do with padding: tried once."""

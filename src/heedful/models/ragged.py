@@ -1,72 +1,58 @@
 """Batches without their padding: the trunk computes one row of all the real tokens, one sequence after another.
 
 Embeddings, norms, projections and MLPs act on every token alone; attention alone must know where a sequence ends, and
-is told the pieces: a sequence, a sample of a packed row, or an answer with the piece that is its prompt. It then takes
-them one by one, with the model's own function: the same arithmetic as with padding or a mask of blocks, and no more of
-it than is needed. That is for eager attention on the CPU, where time goes with the number of tokens; elsewhere that
-many small kernels were never measured, and rows stay as they are.
+is told the pieces: a sequence, a sample of a packed row, or an answer with the piece that is its prompt
+(``models/attention.py``). That is for eager attention on the CPU, where time goes with the number of tokens; elsewhere
+that many small kernels were never measured, and rows stay as they are.
 
 oneDNN makes kernels for every shape it meets and keeps them: about 6 MB for a new number of tokens in the products of a
-135M model, 2 MB for a new length in its attention. So both are rounded up, or a long run would grow for ever.
+135M model. So it is rounded up, or a long run would grow for ever.
 
 Dimension letters: B sequences, T tokens with padding, N real tokens of all sequences, D hidden width.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_PIECES = "pieces_of_row"
-"""The keyword that goes with a forward through every layer to its attention, and again where layers are recomputed."""
-
-_EAGER = "eager_attention_forward"
-"""What the modules of transformers call their eager attention."""
+from heedful.models.attention import ROW, Piece, Row, keeps_no_probabilities, let_attention_read_rows
 
 _MIN_PADDING = 8
 """Tokens of padding per sequence that pay for attention in pieces."""
 
-ROW_STEP, PIECE_STEP = 64, 16
-"""What the tokens of the row are a multiple of, and those of a sequence in its attention or in padded batches."""
+ROW_STEP, WIDTH_STEP = 64, 16
+"""What the tokens of the row are a multiple of, and the tokens of rows that keep their padding."""
 
 _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Tokens next to each other in the row, which see themselves and their prompt, another piece, if they have one."""
-
-    start: int
-    length: int
-    prompt: Piece | None = None
-
-
 def widened(config: Any, x_BT: Tensor) -> Tensor:
-    """A batch that keeps its padding, with columns of it up to a multiple of ``PIECE_STEP`` on a CPU."""
+    """A batch that keeps its padding, with columns of it up to a multiple of ``WIDTH_STEP`` on a CPU."""
     if x_BT.device.type != "cpu":
         return x_BT
     width = x_BT.shape[1]
     limits = [getattr(config, name, None) or math.inf for name in ("max_position_embeddings", "sliding_window")]
-    filled = max(width, min(-(-width // PIECE_STEP) * PIECE_STEP, *limits))
+    filled = max(width, min(-(-width // WIDTH_STEP) * WIDTH_STEP, *limits))
     return pad(x_BT, (0, int(filled) - width))
 
 
-def is_worth_it(config: Any, attention_mask_BT: Tensor, *, packed: bool = False) -> bool:
-    """Whether the padding of this batch (0 in its mask), or attention over whole packed rows, costs more than attention
-    in pieces, which sees no windows."""
+def is_worth_it(trunk: Any, attention_mask_BT: Tensor, *, packed: bool = False) -> bool:
+    """Whether the padding of this batch (0 in its mask), attention over whole packed rows, or keeping its probabilities
+    costs more than attention in pieces, which sees no windows."""
+    config = trunk.config.get_text_config()
     if attention_mask_BT.ndim != 2 or attention_mask_BT.device.type != "cpu" or not is_possible(config):
         return False
     num_rows, width = attention_mask_BT.shape
     if any((window := getattr(config, name, None)) is not None and window < width for name in _WINDOWS):
         return False
-    return packed or num_rows * width - int(attention_mask_BT.count_nonzero()) >= num_rows * _MIN_PADDING
+    if packed or keeps_no_probabilities(trunk):
+        return True
+    return num_rows * width - int(attention_mask_BT.count_nonzero()) >= num_rows * _MIN_PADDING
 
 
 def is_possible(config: Any) -> bool:
@@ -92,21 +78,17 @@ def last_hidden_states(
         dtype: the compute precision.
         prompts_BT: the number of the piece that is the prompt of the token's, its own number for none.
     """
-    _let_attention_read_pieces(trunk)
+    let_attention_read_rows(trunk)
     places_N = marks_BT.flatten().nonzero()[:, 0]
-    pieces = _pieces(marks_BT, prompts_BT)
-    num_filled = -len(places_N) % ROW_STEP
-    if num_filled:
-        pieces.append(Piece(len(places_N), num_filled))
-    width = max(x.length + (x.prompt.length if x.prompt else 0) for x in pieces) + PIECE_STEP
-    hidden_later = torch.full((width, width), torch.finfo(dtype).min, dtype=dtype).triu(1)
+    num_filled = ROW_STEP - len(places_N) % ROW_STEP  # at least one, which attention needs
+    row = Row(_pieces(marks_BT, prompts_BT), len(places_N) + num_filled, dtype)
     row_1N, positions_1N = (pad(x_BT.flatten()[places_N], (0, num_filled))[None] for x_BT in (ids_BT, position_ids_BT))
     out = trunk(
         input_ids=row_1N,
-        attention_mask=hidden_later[None, None],  # a mask of four dimensions is passed on as it is
+        attention_mask=row.mask,  # a mask of four dimensions is passed on as it is
         position_ids=positions_1N,
         use_cache=False,
-        **{_PIECES: pieces},
+        **{ROW: row},
     )
     hidden_ND = out.last_hidden_state[0, : len(places_N)]
     flat = hidden_ND.new_zeros(marks_BT.numel(), hidden_ND.shape[1]).index_copy(0, places_N, hidden_ND)
@@ -160,45 +142,3 @@ def can_be_ragged(trunk: Any, dtype: torch.dtype, *, vocabulary: int, tolerance:
         alone = trunk(input_ids=ids_34[2:, [0, 2]], position_ids=positions_34[2:, :2], use_cache=False)
         expected[-1] = alone.last_hidden_state[0, 1].float()
     return bool((found - expected).norm() <= tolerance * expected.norm())
-
-
-def _let_attention_read_pieces(trunk: Any) -> None:
-    """Wrap the eager attention of this architecture: told pieces it attends within each, else it is as ever.
-
-    Not an implementation of ours that is switched on for a forward: a backward that recomputes layers looks the
-    implementation up again, when the forward is over.
-
-    Raises:
-        AttributeError: the architecture has no such function.
-    """
-    home = sys.modules[type(trunk).__module__]
-    whole = getattr(home, _EAGER)
-    if hasattr(whole, _PIECES):
-        return
-
-    @functools.wraps(whole)
-    def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        pieces = kwargs.pop(_PIECES, None)
-        if pieces is None:
-            return whole(module, query, key, value, attention_mask, *args, **kwargs)
-        found = []
-        for piece in pieces:
-            seen = [x for x in (piece.prompt, piece) if x is not None]
-            num_before = sum(x.length for x in seen[:-1])
-            q = _filled([query.narrow(2, piece.start, piece.length)])
-            k, v = (_filled([states.narrow(2, x.start, x.length) for x in seen]) for states in (key, value))
-            mask = attention_mask[:, :, num_before : num_before + q.shape[2], : k.shape[2]]
-            found.append(whole(module, q, k, v, mask, *args, **kwargs)[0][:, : piece.length])
-        return torch.cat(found, dim=1), None
-
-    setattr(attention, _PIECES, True)
-    setattr(home, _EAGER, attention)
-
-
-def _filled(parts: list[Tensor]) -> Tensor:
-    """Parts of [1, heads, tokens, width] one after the other, up to a multiple of ``PIECE_STEP`` tokens."""
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-    num_filled = -whole.shape[2] % PIECE_STEP
-    return pad(whole, (0, 0, 0, num_filled)) if num_filled else whole

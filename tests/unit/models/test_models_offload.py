@@ -144,6 +144,7 @@ def test_weights_come_in_the_order_of_a_forward_and_a_layer_waits_for_its_own(tm
     part = roles(tmp_path).reward.part
     names = {id(p): name for name, p in part.model.named_parameters()}
     done = []
+    part.hidden_after(torch.tensor([[5, 6, 7]]))  # tries, once, whether this model takes attention in pieces
     away = Offloaded(part)
 
     def told(what, group):

@@ -19,9 +19,10 @@ from heedful.data.collate import packed_batch, ranking_batch
 from heedful.data.tokenise import RankingSample
 from heedful.errors import ModelError
 from heedful.models import ragged
+from heedful.models.attention import ROW
 from heedful.models.packing import attention_tokens
 from heedful.models.parts import LanguageModel, Part
-from heedful.models.ragged import PIECE_STEP, ROW_STEP
+from heedful.models.ragged import ROW_STEP, WIDTH_STEP
 from heedful.models.recompute import recompute_activations
 from heedful.models.roles import build_policy, build_roles, build_scalar
 from heedful.records import TokenSample
@@ -31,7 +32,7 @@ LORA = SimpleNamespace(rank=4, alpha=8.0, targets="all-linear", base="float")
 LENGTHS = (40, 7, 1, 23, 16)
 WIDTH = max(LENGTHS)
 NUM_TOKENS = -(-sum(LENGTHS) // ROW_STEP) * ROW_STEP
-NUM_PADDED = len(LENGTHS) * -(-WIDTH // PIECE_STEP) * PIECE_STEP
+NUM_PADDED = len(LENGTHS) * -(-WIDTH // WIDTH_STEP) * WIDTH_STEP
 """Tokens that the products see without and with padding"""
 
 
@@ -223,9 +224,13 @@ def test_bfloat16_has_all_gradients_after_the_trial(
 def test_a_batch_of_hardly_any_padding_takes_no_detour(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]
 ) -> None:
-    part = some_part(folder)
+    """Where the padded way keeps no more: the model's own attention has its probabilities kept either way."""
+    llama, gpt2 = some_part(folder), some_part(folder, "GPT2", name="other")
+    seen = seen_by_a_product(llama)
+    llama.hidden(batch_of(lengths))
+    assert seen[-1] == 128
     monkeypatch.setattr("heedful.models.parts.last_hidden_states", lambda *_, **__: pytest.fail("a detour"))
-    part.hidden(batch_of(lengths))
+    gpt2.hidden(batch_of(lengths))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +245,8 @@ def test_a_batch_of_hardly_any_padding_takes_no_detour(
 )
 def test_windows_and_other_kernels_keep_their_padding(config: dict[str, Any], worth_it: bool) -> None:
     known = SimpleNamespace(**{"_attn_implementation": "eager", "sliding_window": None, **config})
-    assert ragged.is_worth_it(known, batch_of().attention_mask_BT) == worth_it
+    trunk = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: known))
+    assert ragged.is_worth_it(trunk, batch_of().attention_mask_BT) == worth_it
 
 
 def test_positions_end_where_the_model_says(folder: Callable[..., Path]) -> None:
@@ -271,12 +277,13 @@ def test_models_that_cannot_be_told_lengths_keep_their_padding(
     expected = padded(part, monkeypatch, lambda: part.hidden(batch_of()))
     forward = type(part.base.base_model).forward
 
-    def without_keywords(self: Any, input_ids: Any, attention_mask: Any, position_ids: Any, use_cache: Any) -> Any:
-        return forward(
-            self, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache
-        )
+    def without_keywords(self: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        if ROW in kwargs:
+            raise TypeError("an unexpected keyword")
+        return forward(self, input_ids=input_ids, **kwargs)
 
     monkeypatch.setattr(type(part.base.base_model), "forward", without_keywords)
+    part = some_part(folder, name="again")
     seen = seen_by_a_product(part)
     assert torch.equal(part.hidden(batch_of()), expected)
     assert seen[-1] == NUM_PADDED and NUM_TOKENS not in seen
@@ -299,7 +306,7 @@ def test_packed_rows_and_batches_without_padding_come_in_rounded_shapes(
     apart = part.hidden(packed_batch([[second]], 0))[0]
     assert torch.allclose(hidden_RTD[0, 11:19], apart, atol=1e-5)
     assert part.hidden(batch_of((21, 21, 21))).shape[:2] == (3, 21)
-    assert seen[-1] == 3 * 32
+    assert seen[-1] == (64 if in_pieces else 3 * 32)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2"])
