@@ -43,7 +43,7 @@ def setup_of(recipe: Recipe, machine: Machine | None = None, *, shape: str | Non
     machine = machine or this_machine(recipe.model.device)
     work = of_limits(recipe, base.max_positions)
     if base_folder is not None:
-        in_pieces = machine.kind == "cpu" and machine.is_eager(recipe.model.attention)
+        in_pieces = machine.kernel(recipe.model.attention) == "pieces"
         work = of_data(recipe, base_folder, base, in_pieces=in_pieces)
     return Setup(recipe, base, reward, machine, work, tuple(more))
 
@@ -91,10 +91,11 @@ def to_json(setup: Setup) -> dict[str, Any]:
     """The whole plan as plain values: memory by stage and phase, verdicts and remedies, time, disk."""
     plans, times = plan_memory(setup), {time.stage: time for time in plan_time(setup)}
     machine, base = setup.machine, setup.base
+    written = "sdpa" if setup.kernel == "sdpa" else "eager"
     return {
         "machine": {**dataclasses.asdict(machine), "usable_bytes": machine.usable_bytes},
         "model": {"name": base.name, "num_parameters": base.num_causal, "layers": base.layers},
-        "precision": f"{'bfloat16' if setup.s == 2 else 'float32'}, {'eager' if setup.eager else 'sdpa'} attention",
+        "precision": f"{'bfloat16' if setup.s == 2 else 'float32'}, {written} attention",
         "lengths": setup.work.source,
         "stages": [_stage(setup, plan, times.get(plan.stage)) for plan in plans],
         "disk_bytes": checkpoint_disk(plans),

@@ -13,11 +13,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from heedful.plan.machine import Kernel
 from heedful.plan.shape import Linear, ModelShape
 
 FUSED_NORMS = ("llama", "mistral", "qwen2", "qwen3", "granite", "phi3")
 FUSED_GATES = ("llama", "mistral", "qwen2", "qwen3", "granite", "cohere")
 """Families whose norms and gated layers are ``models/fused.py``'s, which needs torch."""
+
+IN_GROUPS = ("llama", "mistral", "qwen2", "qwen3", "granite", "phi3", "cohere", "gemma", "phi")
+"""Families whose attention is ``models/attention.py``'s where it takes pieces."""
+
+BLOCK, GROUP_PAIRS = 128, 2**17
+"""Queries that it takes at once, and pairs of a query and a key, which a test compares."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +69,13 @@ class Training:
         return shape.num_lora(self.rank, self.targets) + head
 
 
-def layer(shape: ModelShape, batch: Batch, training: Training, *, s: int, eager: bool) -> int:
+def layer(shape: ModelShape, batch: Batch, training: Training, *, s: int, kernel: Kernel) -> int:
     """Bytes that one layer keeps."""
     return (
         norms(shape, batch, training, s=s)
         + inputs(shape, batch, training, s=s)
         + feed_forward(shape, batch, training, s=s)
-        + attention(shape, batch, training, s=s, eager=eager)
+        + attention(shape, batch, training, s=s, kernel=kernel)
         + weights(shape, training, s=s)
     )
 
@@ -113,19 +120,23 @@ def feed_forward(shape: ModelShape, batch: Batch, training: Training, *, s: int)
     return batch.tokens * shape.ffn_width * s * steps
 
 
-def attention(shape: ModelShape, batch: Batch, training: Training, *, s: int, eager: bool) -> int:
+def attention(shape: ModelShape, batch: Batch, training: Training, *, s: int, kernel: Kernel) -> int:
     """Queries, keys and values of all query heads, 3·N·A·s. eager: the probabilities, heads·N·T, in float32 and in s
-    bytes. sdpa: one float32 per head and token, its result, and the mask of the batch in s bytes."""
+    bytes. pieces: as eager, or those of no heads but their own and no probabilities. sdpa: one float32 per head and
+    token, its result, and the mask of the batch in s bytes."""
     N, A, cast = batch.tokens, shape.attention_width, s < 4
-    pairs = shape.heads * N * batch.row_tokens
-    if eager:
+    if kernel == "pieces" and shape.family in IN_GROUPS:
+        product = A + shape.kv_width if shape.family == "phi3" else 0  # all of it, for the values that are a part
+        return N * (A + 2 * shape.kv_width + product) * s
+    if kernel != "sdpa":
+        pairs = shape.heads * N * batch.row_tokens
         softcap = pairs * s if shape.family == "gemma2" else 0
         in_float32 = 0 if shape.family == "gpt2" and training.rank is not None and cast else 4
         return 3 * N * A * s + pairs * (in_float32 + (s if cast else 0)) + softcap
     # queries and keys after a partial rotation, and the product that they and the values came from as one
     copies = 2 if shape.family == "gpt_neox" else 0
     # where the next product does not read the result as it is
-    copies += shape.family in ("gpt_neox", "phi3") or (cast and (training.rank is not None or shape.family == "phi"))
+    copies += shape.family in ("gpt_neox", "phi", "phi3") or (cast and training.rank is not None)
     return (3 + copies) * N * A * s + shape.heads * N * 4 + N * batch.row_tokens * s
 
 
@@ -138,13 +149,13 @@ def weights(shape: ModelShape, training: Training, *, s: int) -> int:
     return s * training.rank * sum(x.inputs + x.outputs for x in training.adapted(shape))
 
 
-def trunk(shape: ModelShape, batch: Batch, training: Training, *, s: int, eager: bool) -> int:
+def trunk(shape: ModelShape, batch: Batch, training: Training, *, s: int, kernel: Kernel) -> int:
     """Bytes that the whole trunk keeps: all layers, the last norm, the rotary angles.
 
     With activation checkpointing: the input of every layer, and everything of the one layer that is computed again.
     """
     N, D = batch.tokens, shape.width
-    one = layer(shape, batch, training, s=s, eager=eager)
+    one = layer(shape, batch, training, s=s, kernel=kernel)
     residual = 4 if training.rank is None else s
     layers = shape.layers * N * D * residual + one if training.recompute else shape.layers * one
     twice = training.rank is None and not shape.norm_bias and shape.family not in FUSED_NORMS
@@ -152,24 +163,33 @@ def trunk(shape: ModelShape, batch: Batch, training: Training, *, s: int, eager:
     return layers + last + 2 * N * shape.head_dim * residual
 
 
-def working(shape: ModelShape, batch: Batch, *, s: int, eager: bool) -> int:
+def working(shape: ModelShape, batch: Batch, *, s: int, kernel: Kernel) -> int:
     """What one layer needs for a moment beyond what it keeps, forward or backward: the gradients of the feed-forward
     block in s bytes and of the residual stream in float32, or those of the attention probabilities."""
     N = batch.tokens
     gates = 3 if shape.gated else 2
     block = N * (gates * shape.ffn_width * s + 3 * shape.width * 4)
-    pairs = shape.heads * N * batch.row_tokens
-    scores = pairs * (4 + 4 + s) if eager else 0
+    scores = _pairs_at_once(shape, batch, kernel) * (4 + 4 + s)
     return max(block, scores + 2 * N * shape.attention_width * s)
 
 
-def inference(shape: ModelShape, batch: Batch, *, s: int, residual: int, eager: bool) -> int:
+def inference(shape: ModelShape, batch: Batch, *, s: int, residual: int, kernel: Kernel) -> int:
     """The most that a forward without gradients holds: one layer, and the hidden states around it."""
-    N, pairs = batch.tokens, shape.heads * batch.tokens * batch.row_tokens
+    N = batch.tokens
     block = N * shape.ffn_width * s * (3 if shape.gated else 2)
-    scores = pairs * (4 + 2 * s) if eager else 0
-    mask = N * batch.row_tokens * s if eager or batch.packed else 0
+    scores = _pairs_at_once(shape, batch, kernel) * (4 + 2 * s)
+    mask = N * batch.row_tokens * s if kernel != "sdpa" or batch.packed else 0
     return N * shape.width * (2 * residual + 4) + mask + max(block, scores + 3 * N * shape.attention_width * s)
+
+
+def _pairs_at_once(shape: ModelShape, batch: Batch, kernel: Kernel) -> int:
+    """Attention probabilities that are there together in one layer."""
+    if kernel == "sdpa":
+        return 0
+    pairs = batch.tokens * batch.row_tokens
+    if kernel == "pieces" and shape.family in IN_GROUPS:
+        pairs = min(pairs, max(GROUP_PAIRS, BLOCK * batch.row_tokens))
+    return shape.heads * pairs
 
 
 TILES = {"cpu": (512, 2048), "cuda": (2048, 16384)}

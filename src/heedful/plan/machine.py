@@ -18,6 +18,8 @@ from heedful.runs.files import read_json
 
 GIB = 2**30
 Dtype = Literal["auto", "float32", "bfloat16"]
+Kernel = Literal["eager", "pieces", "sdpa"]
+"""Of attention: probabilities of whole rows written out, as ``models/attention.py`` has it on a CPU, or fused"""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,11 @@ class Machine:
         """Per second in that precision; float32 counts as eight times slower where bfloat16 has units of its own."""
         return self.flops / (8 if compute_bytes == 4 and self.bfloat16 else 1)
 
-    def is_eager(self, attention: str) -> bool:
-        """Whether attention probabilities are written out."""
-        return attention == "eager" or (attention == "auto" and self.kind == "cpu")
+    def kernel(self, attention: str) -> Kernel:
+        """What a recipe's attention is here."""
+        if attention == "eager" or (attention == "auto" and self.kind == "cpu"):
+            return "pieces" if self.kind == "cpu" else "eager"
+        return "sdpa"
 
 
 CONTEXT_BYTES = int(0.6 * GIB)

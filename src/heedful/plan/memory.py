@@ -22,7 +22,7 @@ from dataclasses import replace
 from heedful.config.section import LoraConfig, OptimizerConfig
 from heedful.plan import activations
 from heedful.plan.activations import Batch, Training
-from heedful.plan.machine import LIBRARY_BYTES
+from heedful.plan.machine import LIBRARY_BYTES, Kernel
 from heedful.plan.parts import FLOAT32, Model, Phase, Setup, StagePlan
 from heedful.plan.shape import ModelShape
 from heedful.plan.workload import StageWork
@@ -107,7 +107,7 @@ def _evaluate(setup: Setup) -> StagePlan:
         reader = Model("reward", setup.reward, True, FLOAT32, product_bytes=setup.s)
         length = setup.work.evaluate_prompt_tokens + answer
         batch = Batch(max(1, 4096 // length), length, 1)
-        working = activations.inference(setup.reward, batch, s=setup.s, residual=FLOAT32, eager=setup.eager)
+        working = activations.inference(setup.reward, batch, s=setup.s, residual=FLOAT32, kernel=setup.kernel)
         phases.append(Phase("score", {**_libraries(setup), **_of_models([reader]), "activations": working}))
     return StagePlan("evaluate", tuple(phases))
 
@@ -238,7 +238,7 @@ def _kept_beside(value: Model, batch: Batch, setup: Setup) -> dict[str, int]:
     assert config is not None and value.training is not None
     if not config.keeps_both_forwards or config.epochs * config.minibatches * batch.num_per_step > 1:
         return {}
-    kept, one = (of(value.shape, batch, value.training, s=setup.s, eager=setup.eager)
+    kept, one = (of(value.shape, batch, value.training, s=setup.s, kernel=setup.kernel)
                  for of in (activations.trunk, activations.layer))  # fmt: skip
     return {"value: activations": kept - one}
 
@@ -250,18 +250,18 @@ def training_parts(model: Model, batch: Batch, setup: Setup, beside: dict[str, i
     That is at its start, when all activations are there and the head is at work; or at its end, when all gradients are
     and that of the embedding is being added. With several micro-batches gradients are there at the start too.
     """
-    s, eager, shape = setup.s, setup.eager, model.shape
+    s, kernel, shape = setup.s, setup.kernel, model.shape
     gradients = model.num_trained * FLOAT32
     if model.training is None:  # the head alone, on a frozen trunk
         return {f"{model.part}: gradients": gradients,
-                "activations": activations.inference(shape, batch, s=s, residual=FLOAT32, eager=eager)}  # fmt: skip
+                "activations": activations.inference(shape, batch, s=s, residual=FLOAT32, kernel=kernel)}  # fmt: skip
     full = model.training.rank is None
     are_rankings = model.scalar and batch.packed
     shares = (HEAP_FULL, HEAP_MIXED) if full else (HEAP_MIXED, HEAP_ADAPTED_RANKINGS)
     share = shares[are_rankings]
-    kept = activations.trunk(shape, batch, model.training, s=s, eager=eager)
-    layer = activations.layer(shape, batch, model.training, s=s, eager=eager)
-    working = activations.working(shape, batch, s=s, eager=eager)
+    kept = activations.trunk(shape, batch, model.training, s=s, kernel=kernel)
+    layer = activations.layer(shape, batch, model.training, s=s, kernel=kernel)
+    working = activations.working(shape, batch, s=s, kernel=kernel)
     head = 0 if model.scalar else activations.output_layer(
         shape, batch.counted_tokens, setup.machine.kind, s=s, trained=full, backward=True
     )  # fmt: skip
@@ -288,7 +288,7 @@ def _scoring(setup: Setup, models: list[Model], batch: Batch) -> dict[str, int]:
     s, found = setup.s, []
     for model in models:
         residual = model.weight_bytes
-        trunk = activations.inference(model.shape, batch, s=s, residual=residual, eager=setup.eager)
+        trunk = activations.inference(model.shape, batch, s=s, residual=residual, kernel=setup.kernel)
         cast = model.cast_bytes if s < FLOAT32 else 0
         head = 0 if model.scalar else activations.output_layer(
             model.shape, batch.counted_tokens, setup.machine.kind, s=s, trained=model.output_bytes == FLOAT32,
@@ -311,7 +311,8 @@ def _rollout(setup: Setup, held: dict[str, int], rows: int, prompt: int, answer:
     """Decoding: the engine, the cache of every row at full length, and one step's logits and probabilities with two
     copies in float32, or the forward over the prompts."""
     shape, s = setup.base, setup.s
-    prefill = activations.inference(shape, Batch(rows, prompt, 1), s=s, residual=s, eager=setup.eager)
+    whole: Kernel = "sdpa" if setup.kernel == "sdpa" else "eager"  # the engine knows no pieces
+    prefill = activations.inference(shape, Batch(rows, prompt, 1), s=s, residual=s, kernel=whole)
     sampling = rows * shape.vocabulary * (s + 3 * FLOAT32)
     parts = {**held, "engine: parameters": _engine(setup),
              "key-value cache": activations.key_values(shape, rows, prompt + answer, s=s),

@@ -8,7 +8,7 @@ from typing import Literal
 
 from heedful.config.recipe import Recipe, Stage
 from heedful.plan.activations import Training
-from heedful.plan.machine import Machine
+from heedful.plan.machine import Kernel, Machine
 from heedful.plan.shape import ModelShape
 from heedful.plan.workload import Workload
 
@@ -34,9 +34,9 @@ class Setup:
         return self.machine.compute_bytes(self.recipe.model.dtype)
 
     @property
-    def eager(self) -> bool:
-        """Whether attention probabilities are written out."""
-        return self.machine.is_eager(self.recipe.model.attention)
+    def kernel(self) -> Kernel:
+        """Of attention."""
+        return self.machine.kernel(self.recipe.model.attention)
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class ModelShape:
         gate = (Linear("gate_proj", D, F, f),) if self.gated else ()
         return (
             Linear("q_proj", D, A, b), Linear("k_proj", D, kv, b, True), Linear("v_proj", D, kv, b, True),
-            Linear(out, A, D, o), *gate, Linear(up, D, F, f, self.gated), Linear(down, F, D, f),
+            Linear(out, A, D, o), *gate, Linear(up, D, F, f, self.gated or self.family == "phi"), Linear(down, F, D, f),
         )  # fmt: skip
 
     @property

@@ -9,15 +9,31 @@ import pytest
 import torch
 import transformers
 
+from heedful.models import attention
+from heedful.models.attention import keeps_no_probabilities
 from heedful.models.fused import fuse
 from heedful.models.load import silence_dropout
 from heedful.models.lora import add_lora
+from heedful.models.ragged import ROW_STEP, last_hidden_states
 from heedful.objectives import logprobs
 from heedful.objectives.logprobs import token_logprobs
-from heedful.plan.activations import FUSED_GATES, FUSED_NORMS, TILES, Batch, Training, layer, output_layer, trunk
+from heedful.plan.activations import (
+    BLOCK,
+    FUSED_GATES,
+    FUSED_NORMS,
+    GROUP_PAIRS,
+    IN_GROUPS,
+    TILES,
+    Batch,
+    Training,
+    layer,
+    output_layer,
+    trunk,
+)  # fmt: skip
 from heedful.plan.shape import NAMED, shape_of
 
 ROWS, TOKENS, VOCABULARY = 3, 40, 96
+GROUPED = ("Llama", "Qwen2", "Qwen3", "Mistral", "Granite", "Cohere", "Gemma", "Phi3", "Phi")
 OPTIONS = {
     "Llama": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "Qwen2": {"num_key_value_heads": 2}, "Qwen3": {"num_key_value_heads": 2, "head_dim": 16},
@@ -43,7 +59,7 @@ def built(kind, layers, attention):
     return model
 
 
-def kept_bytes(model, dtype):
+def kept_bytes(model, dtype, kernel):
     """Storages that autograd saves in one forward of the trunk, weights left out."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
@@ -60,31 +76,46 @@ def kept_bytes(model, dtype):
     positions = torch.arange(TOKENS)[None].expand(ROWS, TOKENS)
     cast = torch.autocast("cpu", dtype=dtype) if dtype != torch.float32 else contextlib.nullcontext()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), cast:
-        model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+        if kernel == "pieces":
+            last_hidden_states(model.base_model, ids, mask, positions, dtype)
+        else:
+            model.base_model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
     return sum(storage.nbytes() for storage in kept.values())
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kernel", ["eager", "pieces", "sdpa"])
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_a_layer_keeps_what_the_formula_says(kind, attention, dtype, adapters):
-    if kind == "Gemma2" and attention == "sdpa":
+def test_a_layer_keeps_what_the_formula_says(kind, kernel, dtype, adapters):
+    if kernel == "pieces" and kind not in GROUPED:
+        pytest.skip("as eager attention, piece by piece")
+    if kind == "Gemma2" and kernel == "sdpa":
         pytest.skip("transformers has no sdpa for capped attention")
     kept = []
     for layers in (1, 2):
-        model = built(kind, layers, attention)
+        model = built(kind, layers, "sdpa" if kernel == "sdpa" else "eager")
         if adapters:
             add_lora(model.to(dtype), rank=4, alpha=8, task="causal")
         fuse(model, torch.device("cpu"), dtype)
-        kept.append(kept_bytes(model, dtype))
+        kept.append(kept_bytes(model, dtype, kernel))
     training = Training(rank=4 if adapters else None)
-    s, eager, batch = dtype.itemsize, attention == "eager", Batch(ROWS, TOKENS, 100)
+    s = dtype.itemsize
+    batch = Batch(2, ROW_STEP, 100) if kernel == "pieces" else Batch(ROWS, TOKENS, 100)  # 115 tokens, rounded up
     shape = shape_of(model.config.to_dict())
-    planned = layer(shape, batch, training, s=s, eager=eager)
+    planned = layer(shape, batch, training, s=s, kernel=kernel)
     assert planned == pytest.approx(kept[1] - kept[0], rel=0.05 if kind == "Phi" else 0.015)
     # the rest is that of a model of one layer, whose beginning needs no gradient under adapters
-    assert trunk(shape, batch, training, s=s, eager=eager) == pytest.approx(kept[1], rel=0.06 if not adapters else 0.15)
+    whole = trunk(shape, batch, training, s=s, kernel=kernel)
+    assert whole == pytest.approx(kept[1], rel=0.07 if not adapters else 0.15)
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_the_plan_knows_whose_attention_is_taken_in_groups(kind):
+    model = built(kind, 1, "eager")
+    known = shape_of(model.config.to_dict()).family in IN_GROUPS
+    assert keeps_no_probabilities(model.base_model) == known == (kind in GROUPED)
+    assert (BLOCK, GROUP_PAIRS) == (attention._BLOCK, attention._GROUP_PAIRS)
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
