@@ -1,12 +1,14 @@
-"""Norms and gated layers of Llama's kind that keep less for the backward pass; what they compute stays the same.
+"""Norms, gated layers and rotations of Llama's kind that keep or move less; what they compute stays the same.
 
 In eager mode autograd keeps what every small operation needs: of a norm its input and the normalised input, both in
 float32, of what follows a cast of its output for each product that reads it, of a gated layer the activation beside
 the gate that it can be made from again. Here a norm keeps its input and one number per token and gives its output in
-the precision of the products that read it, and a gated layer keeps its two products:
+the precision of the products that read it, and a gated layer keeps its two products. The rotation of queries and keys
+by their positions makes its halves in place and gives them in that precision too:
 
     norm     y = w x r,  r = (mean x² + ε)^(−1/2)        dx = r (w dy − x r · mean(w dy · x r)),  dw = Σ dy · x r
     gated    h = silu(g) u                               dg = dh u · silu'(g),  du = dh · silu(g)
+    rotated  y = (a c − b s, b c + a s),  x = (a, b)     dx = (da c + db s, db c − da s),  dy = (da, db)
 
 Forward the numbers are those of the model's own layers to the bit (a trial decides, once per model); backward they
 differ by rounding, since the products that read a norm add their gradients in the precision of the norm's output.
@@ -16,7 +18,9 @@ Shapes: D width of a token, F width of the gated layer.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +30,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from heedful.models.hardware import autocast
+
+_ROTATE, _OURS = "apply_rotary_pos_emb", "is_heedfuls"
+"""What the modules of transformers call it, and what ours has"""
 
 
 class _Norm(torch.autograd.Function):
@@ -67,16 +74,48 @@ class _Gated(torch.autograd.Function):
         return torch.ops.aten.silu_backward(gradient * up, gate), of_up
 
 
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """[…, W] in ``dtype``; None = as the model has it. cos and sin are of both halves."""
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+        y = wide * cos
+        (of_a, of_b), (a, b), (sin_a, sin_b) = (t.chunk(2, dim=-1) for t in (y, wide, sin))
+        of_a -= b * sin_a
+        of_b += a * sin_b
+        return y.to(dtype or y.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        wide = gradient.to(torch.promote_types(gradient.dtype, cos.dtype))
+        of_x = wide * cos
+        (of_a, of_b), (da, db), (sin_a, sin_b) = (t.chunk(2, dim=-1) for t in (of_x, wide, sin))
+        of_a += db * sin_b
+        of_b -= da * sin_a
+        return of_x.to(ctx.dtype), None, None, None
+
+
 def fuse(base: Any, device: torch.device, dtype: torch.dtype) -> int:
-    """Let a transformers model's norms and gated layers compute as above, where they are Llama's word by word.
+    """Let a transformers model's norms, gates and rotations compute as above, where they are Llama's word by word.
 
     Norms inside a layer give their output in the compute precision where the hidden states stay the same to the bit:
-    where nothing but matrix products, which would cast it, reads them. Returns the number of layers that were changed.
+    where nothing but matrix products, which would cast it, reads them. The rotation is a function of all models of the
+    architecture. Returns the number of layers that were changed.
     """
     found = [(inside, module, type(module)) for inside, module in _found(base.base_model)]
-    if not found:
+    home = sys.modules[type(base.base_model).__module__]
+    rotate = getattr(home, _ROTATE, None)
+    if not found and not _is_llamas_rotation(rotate):
         return 0
     expected = _states(base, device, dtype)
+    if _is_llamas_rotation(rotate):
+        setattr(home, _ROTATE, _rotating(rotate))
+        if not torch.equal(_states(base, device, dtype), expected):
+            setattr(home, _ROTATE, rotate)
     classes = {(kind, forward): _with_forward(kind, forward)
                for kind in {kind for *_, kind in found} for forward in (_gated, _norm, _early_norm)}  # fmt: skip
     for early in (True, False) if dtype != torch.float32 else (False,):
@@ -128,14 +167,37 @@ def _is_silu(activation: Any) -> bool:
     return type(activation).__name__ in ("SiLU", "SiLUActivation")
 
 
+def _is_llamas_rotation(rotate: Any) -> bool:
+    """Not heedful's already."""
+    from transformers.models.llama import modeling_llama
+
+    llamas = inspect.unwrap(getattr(modeling_llama, _ROTATE))
+    return rotate is not None and not hasattr(rotate, _OURS) and inspect.getsource(rotate) == inspect.getsource(llamas)
+
+
+def _rotating(rotate: Any) -> Any:
+    @functools.wraps(rotate)
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        dtype = _dtype_of_products(q)
+        return _Rotated.apply(q, cos, sin, dtype), _Rotated.apply(k, cos, sin, dtype)
+
+    setattr(rotated, _OURS, True)
+    return rotated
+
+
+def _dtype_of_products(x: Tensor) -> torch.dtype | None:
+    """Autocast's, where it is on."""
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+
+
 def _norm(self: Any, x: Tensor) -> Tensor:
     y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, None)
     return y
 
 
 def _early_norm(self: Any, x: Tensor) -> Tensor:
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-    y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, dtype)
+    y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, _dtype_of_products(x))
     return y
 
 

@@ -136,6 +136,12 @@ def _matmul_float32(a: Tensor, b: Tensor) -> Tensor:
     return at_least_float32(a @ b)
 
 
+def _add_product(sum_: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
+    """sum_ += a @ b, or = where it is the first; without a float32 copy of a product that is rounded."""
+    product = _matmul_float32(a, b) if a.is_cuda else a @ b
+    sum_.copy_(product) if is_first else sum_.add_(product)
+
+
 def _slices(size: int, step: int) -> Iterator[slice]:
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
@@ -210,8 +216,9 @@ class _Head:
         """
         needs_rows, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         options: dict[str, Any] = {"dtype": at_least_float32(rows_ND[:0]).dtype, "device": rows_ND.device}
-        grad_ND = torch.zeros(rows_ND.shape, **options) if needs_rows else None
-        grad_VD = torch.zeros(weight_VD.shape, **options) if needs_weight else None
+        new = torch.empty if len(rows_ND) else torch.zeros  # the first tile writes, where there is one
+        grad_ND = new(rows_ND.shape, **options) if needs_rows else None
+        grad_VD = new(weight_VD.shape, **options) if needs_weight else None
         grad_V = torch.zeros(weight_VD.shape[0], **options) if needs_bias else None
         for chunk, vocabulary, logits_Cv, weight_vD in self.tiles(rows_ND, weight_VD, bias_V):
             slope_Cv = self.slope(logits_Cv)
@@ -222,9 +229,9 @@ class _Head:
                 grad_V[vocabulary] += grad_Cv.sum(dim=0)
             grad_Cv = grad_Cv.to(rows_ND.dtype)
             if grad_ND is not None:
-                grad_ND[chunk] += _matmul_float32(grad_Cv, weight_vD)
+                _add_product(grad_ND[chunk], grad_Cv, weight_vD, is_first=vocabulary.start == 0)
             if grad_VD is not None:
-                grad_VD[vocabulary] += _matmul_float32(grad_Cv.T, rows_ND[chunk])
+                _add_product(grad_VD[vocabulary], grad_Cv.T, rows_ND[chunk], is_first=chunk.start == 0)
         return (
             None if grad_ND is None else grad_ND.to(rows_ND.dtype),
             None if grad_VD is None else grad_VD.to(weight_VD.dtype),

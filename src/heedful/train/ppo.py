@@ -15,7 +15,7 @@ from heedful.config.ppo import PPOConfig
 from heedful.control.guarded import GuardedKL
 from heedful.control.kl import KLController, Measurement, build_controller
 from heedful.data.stream import EpochStream, fingerprint
-from heedful.models.hardware import release_memory
+from heedful.models.hardware import release_between_phases
 from heedful.models.roles import Roles
 from heedful.records import Completion, Prompt, Rollout, TokenSample
 from heedful.rollout.buffer import RolloutBuffer
@@ -85,7 +85,7 @@ def train_ppo(
         of_answers, completions = _rollout(generate, asked, scoring, sampling, config.samples_per_prompt)
         voice.rest()
         roles.offload.fetch()
-        release_memory()
+        release_between_phases()
         clock.mark("seconds_rollout")
         generator = torch.Generator().manual_seed(_mix(seed, i))  # draws the minibatches
         recorder.begin(i)
@@ -103,7 +103,7 @@ def train_ppo(
             roles.offload.send_away()
             clock.mark("seconds_score")
             outcome = update.run(i, experience, generator)
-        release_memory()
+        release_between_phases()
         clock.mark("seconds_train")
         stats = step_statistics(rollouts, experience, outcome, clock)
         _log_leash(controller, stats)
