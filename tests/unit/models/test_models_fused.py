@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from heedful.batches import LossOut
@@ -285,3 +286,39 @@ def test_a_step_without_the_output_layer_has_a_dense_gradient():
     assert out.moved and out.gradient_norms["policy"] > 0
     rows = (model.get_input_embeddings().weight - before["model.embed_tokens.weight"]).abs().sum(dim=1) > 0
     assert rows.nonzero().flatten().tolist() == [5, 6, 9]
+
+
+def rotated(rotate, dtypes, cast):
+    """Queries, keys and their gradients."""
+    torch.manual_seed(0)
+    of_states, of_angles = dtypes
+    q, k = (torch.randn(2, 7, n, 16, dtype=of_states).transpose(1, 2).requires_grad_() for n in (6, 2))
+    cos, sin = (torch.randn(2, 7, 16, dtype=of_angles) for _ in range(2))  # of two halves that differ
+    with torch.autocast("cpu", dtype=BF16) if cast else contextlib.nullcontext():
+        found = rotate(q, k, cos, sin)
+    outward = [torch.randn(x.shape) for x in found]
+    loss = sum((x.to(of_states).float() * y).sum() for x, y in zip(found, outward, strict=True))
+    return [x.detach() for x in found], torch.autograd.grad(loss, (q, k))
+
+
+@pytest.mark.parametrize(("dtypes", "cast"), [((F32, F32), False), ((BF16, F32), True), ((BF16, BF16), False)])
+def test_the_rotation_of_queries_and_keys_is_llamas_to_the_bit(dtypes, cast):
+    fuse(built("Llama"), CPU, F32)
+    ours = modeling_llama.apply_rotary_pos_emb
+    assert hasattr(ours, fused._OURS) and not hasattr(ours.__wrapped__, fused._OURS)
+    (found, gradients), (expected, theirs) = (rotated(f, dtypes, cast) for f in (ours, ours.__wrapped__))
+    for x, y in zip(found, expected, strict=True):
+        assert x.dtype == (dtypes[0] if cast else y.dtype)  # the products that read it would cast it
+        assert torch.equal(x, y.to(x.dtype))
+    bound = 1e-6 if dtypes[0] == F32 else 0.02
+    for x, y in zip(gradients, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=bound, atol=bound)
+
+
+def test_a_rotation_that_changes_hidden_states_is_taken_back(monkeypatch):
+    fuse(built("Llama"), CPU, F32)
+    plain = modeling_llama.apply_rotary_pos_emb.__wrapped__
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", plain)
+    monkeypatch.setattr(fused, "_rotating", lambda rotate: lambda q, k, cos, sin: rotate(q * 1.001, k, cos, sin))
+    assert fuse(built("Llama"), CPU, F32) == ALL["Llama"]
+    assert modeling_llama.apply_rotary_pos_emb is plain

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import io
+import platform
 import random
+import subprocess
+import sys
 
 import numpy
 import pytest
@@ -74,3 +77,37 @@ def test_seed_repeats() -> None:
     first = _draw()
     hardware.seed_everything(3)
     assert _draw() == first
+
+
+HEAP = """
+import resource, sys, torch
+from heedful.models.hardware import keep_large_tensors_off_the_heap, keep_pages, release_between_phases, release_memory
+if "saves" in sys.argv:
+    keep_large_tensors_off_the_heap()
+keep_pages()
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+def phase():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    kept = [torch.ones(2**20) for _ in range(50)]  # 200 MiB, the last of which ends the heap
+    del kept
+    release_between_phases()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+start = resident()
+faults = [phase() for _ in range(3)]
+held = resident() - start
+release_memory()
+print(faults[-1], held >> 20, (resident() - start) >> 20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or torch.cuda.is_available(), reason="glibc's heap, on a CPU")
+@pytest.mark.parametrize("mode", ["keeps", "saves"])
+def test_pages_are_kept_between_phases_unless_memory_is_saved(mode: str) -> None:
+    done = subprocess.run([sys.executable, "-c", HEAP, mode], capture_output=True, text=True, check=True, timeout=300)
+    faults, held, after = (int(x) for x in done.stdout.split())
+    if mode == "keeps":
+        assert faults < 5_000 and held > 190  # 51 200 pages of 4 KiB
+    else:
+        assert faults > 40_000 and held < 20
+    assert after < 20
