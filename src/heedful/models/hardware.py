@@ -19,8 +19,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 """glibc's numbers for what is freed at the end of the heap and goes back to the system, for the size from which on
 memory comes from the system, and for how many pieces of it may."""
 
-_saves_memory = False
-"""Whether large tensors are kept off the heap."""
+_saves_memory = _keeps_pages = False
+"""Whether large tensors are kept off the heap, and whether the heap keeps its pages."""
+_AS_EVER = ((_M_MMAP_MAX, 65536), (_M_MMAP_THRESHOLD, 32 * 2**20), (_M_TRIM_THRESHOLD, 64 * 2**20))
+"""What glibc comes to by itself when large tensors have come and gone"""
 
 
 def device(name: str = "auto") -> torch.device:
@@ -102,19 +104,26 @@ def release_memory() -> None:
 
 
 def release_between_phases() -> None:
-    """Give it back before the next phase of a step, where memory matters more than time."""
-    if _saves_memory:
+    """Give it back before the next phase of a step, unless its pages are kept."""
+    if not _keeps_pages:
         release_memory()
 
 
-def keep_pages() -> None:
-    """From now on let the heap keep the pages of what is freed for what comes next, in this process.
+def keep_pages(wanted: bool) -> None:
+    """Whether the heap keeps the pages of what is freed for what comes next, from now on in this process.
 
-    A page that comes back from the system must be cleared first, 600 000 of them in a PPO step of SmolLM2-135M: a
-    twelfth of its time (more in a virtual machine that gives free memory back to its host), for 0.1 of 5.5 GiB.
+    A page that comes back from the system must be cleared first, 600 000 of them in a PPO step on all weights of
+    SmolLM2-135M: an eighth of its time, measured in a virtual machine that gives free memory back to its host, for 0.1
+    of 5.5 GiB. Adapters, which are there to save memory, leave holes of so many sizes that it would cost 0.5 of 1.9.
+    Never together with :func:`keep_large_tensors_off_the_heap`.
     """
-    if not _saves_memory and not torch.cuda.is_available():
+    global _keeps_pages
+    wanted = wanted and not _saves_memory and not torch.cuda.is_available()
+    if wanted:
         _tell_heap((_M_TRIM_THRESHOLD, -1), (_M_MMAP_MAX, 0))
+    elif _keeps_pages:
+        _tell_heap(*_AS_EVER)
+    _keeps_pages = wanted
 
 
 def keep_large_tensors_off_the_heap() -> None:
@@ -126,8 +135,9 @@ def keep_large_tensors_off_the_heap() -> None:
     else does it.
     """
     global _saves_memory
+    keep_pages(False)
     _saves_memory = True
-    _tell_heap((_M_MMAP_MAX, 65536), (_M_MMAP_THRESHOLD, 4 * 2**20), (_M_TRIM_THRESHOLD, 64 * 2**20))
+    _tell_heap((_M_MMAP_THRESHOLD, 4 * 2**20))
 
 
 def _tell_heap(*options: tuple[int, int]) -> None:

@@ -44,6 +44,8 @@ class Loop:
     """metric name → short name on the progress line"""
     on_saved: Callable[[int], None] = lambda done: None
     """Told the number of steps done when a checkpoint of it is complete."""
+    keeps_pages: bool = False
+    """Whether the heap keeps its pages between the phases of a step, which is quicker: where all weights are trained"""
 
     def run(self, step: Callable[[int], StepStats]) -> None:
         """Steps ``0 … total_steps − 1``, or from where the newest complete checkpoint stands.
@@ -53,7 +55,7 @@ class Loop:
         """
         start = self._restore()
         release_memory()  # what loading the models left
-        keep_pages()
+        keep_pages(self.keeps_pages)
         writer = StageWriter(self.stage, resume_step=start - 1 if start else None)
         with Progress(self.title, self.total_steps, first_step=start) as progress, writer, _stop_signals() as stop:
             for i in range(start, self.total_steps):

@@ -118,7 +118,7 @@ def train_ppo(
 
     parts = {"policy": policy, "value": value, "kl": controller, "data": stream, "scoring": scoring, "keeper": keeper,
              "trail": trail, **({"ptx": ptx} if ptx else {})}  # fmt: skip
-    Loop("PPO", stage, config.steps, config.checkpoint, parts, SHOWN, on_saved=buffer.forget_before).run(step)
+    Loop("PPO", stage, config.steps, config.checkpoint, parts, SHOWN, buffer.forget_before, not config.lora).run(step)
     buffer.forget_before(config.steps)
     return {"steps": config.steps, "num_prompts": len(prompts), **trail.results(), **keeper.finish()}
 

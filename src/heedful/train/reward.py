@@ -101,7 +101,7 @@ def train_reward(
         return _seen(card)
 
     loop = Loop(
-        "Reward model", stage, total_steps, config.checkpoint,
+        "Reward model", stage, total_steps, config.checkpoint, keeps_pages=config.lora is None,
         parts={"reward": optimisation, "data": stream, "watch": watch, "best": best},
         shown={"reward/loss_nats": "loss", "reward/accuracy": "accuracy", "reward/heldout_accuracy": "held-out"},
     )  # fmt: skip

@@ -68,7 +68,7 @@ def train_sft(
     loop = Loop(
         "SFT", stage, total_steps, config.checkpoint,
         parts={"policy": optimisation, "data": stream},
-        shown={"sft/loss_nats": "loss", "sft/tokens_per_second": "tok/s"},
+        shown={"sft/loss_nats": "loss", "sft/tokens_per_second": "tok/s"}, keeps_pages=config.lora is None,
     )  # fmt: skip
     loop.run(step)
     return {
