@@ -2,8 +2,8 @@
 
 Where an architecture's eager attention is Llama's word by word, pieces of about one length are taken together, long
 ones in blocks of queries that leave out the keys after them, and the backward makes the probabilities again from
-queries and keys, so that nothing of size tokens x tokens is kept. Elsewhere, and with dropout, the model's own function
-is asked piece by piece. It is the same arithmetic, but for the order of sums:
+queries and keys, so that none are kept. Elsewhere, and with dropout, the model's own function is asked piece by piece.
+It is the same arithmetic, but for the order of sums:
 
     S = scaling Q Kᵀ + mask,  P = softmax(S),  O = P V
     dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P (dP − Σ dP P),  dQ = scaling dS K,  dK = scaling dSᵀ Q
@@ -99,16 +99,7 @@ class Row:
     @functools.cached_property
     def query_slots(self) -> Tensor:
         """Of every token of a piece, among the queries of all groups."""
-        return self._slots([x.queries_PQ for x in self.groups])
-
-    @functools.cached_property
-    def key_slots(self) -> Tensor | None:
-        """Of every token of a piece, among the keys of all groups; None where some are keys of several pieces."""
-        is_one_by_one = all(x.prompt is None and x.length <= _BLOCK for x in self.pieces)
-        return self._slots([x.keys_PK for x in self.groups]) if is_one_by_one else None
-
-    def _slots(self, tokens: list[Tensor]) -> Tensor:
-        joined = torch.cat([x.flatten() for x in tokens])
+        joined = torch.cat([x.queries_PQ.flatten() for x in self.groups])
         slots = joined.new_empty(self.num_tokens).index_copy_(0, joined, torch.arange(len(joined)))
         return slots[: self.num_real]
 
@@ -177,13 +168,16 @@ class _InGroups(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    @torch.autocast("cpu", enabled=False)  # the dtypes are those of the forward
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         row, scaling = ctx.row, ctx.scaling
         states = [_by_key_head(x, key.shape[1]) for x in (query, key, value)]
         of_real = pad(gradient[:, : row.num_real], (0, 0, 0, 0, 0, 1))  # what fills has no gradient
         of_out = _by_key_head(of_real.transpose(1, 2), key.shape[1])
-        found: tuple[list[Tensor], list[Tensor], list[Tensor]] = [], [], []
+        found = []
+        # a token is the key of several pieces or blocks, or of one; [N, H·W], as sums of whole rows are quick
+        of_key, of_value = (torch.zeros(row.num_tokens, len(x) * x.shape[-1]) for x in states[1:])
         for group in row.groups:
             q, k, v = group.parts(*states)
             of_o = _together(of_out, group.queries_PQ)
@@ -191,12 +185,13 @@ class _InGroups(torch.autograd.Function):
             of_wide = (of_o @ v.transpose(1, 2)).float()
             of_scores = torch.ops.aten._softmax_backward_data(of_wide, wide, -1, torch.float32).to(q.dtype)
             of_scores.mul_(scaling)
-            gradients = of_scores @ k, of_scores.transpose(1, 2) @ q, p.transpose(1, 2) @ of_o
-            for parts, part, of in zip(found, gradients, states, strict=True):
-                parts.append(_apart(part, of))
-        of_query = _row_of(found[0], row.query_slots, row.num_tokens)
-        of_key, of_value = (_row_of_keys(parts, row) for parts in found[1:])
-        return of_query.transpose(1, 2), of_key.transpose(1, 2), of_value.transpose(1, 2), None, None
+            found.append(_apart(of_scores @ k, states[0]))
+            for sum_, part in ((of_key, of_scores.transpose(1, 2) @ q), (of_value, p.transpose(1, 2) @ of_o)):
+                rows = _apart(part, states[1]).transpose(0, 1).flatten(1)
+                sum_.index_add_(0, group.keys_PK.flatten(), rows.float())
+        of_query = _row_of(found, row.query_slots, row.num_tokens)
+        of_keys = (x.to(key.dtype).view(1, row.num_tokens, len(states[1]), -1) for x in (of_key, of_value))
+        return of_query.transpose(1, 2), *(x.transpose(1, 2) for x in of_keys), None, None
 
 
 def _by_key_head(states: Tensor, num_key_heads: int) -> Tensor:
@@ -222,16 +217,6 @@ def _row_of(parts: list[Tensor], slots: Tensor, num_tokens: int) -> Tensor:
     found[: len(slots)] = joined.index_select(1, slots).transpose(0, 1)
     found[len(slots) :] = 0
     return found.flatten(1, 2)[None]
-
-
-def _row_of_keys(parts: list[Tensor], row: Row) -> Tensor:
-    if row.key_slots is not None:
-        return _row_of(parts, row.key_slots, row.num_tokens)
-    joined = torch.cat(parts, dim=1).squeeze(2).transpose(0, 1)
-    tokens = torch.cat([x.keys_PK.flatten() for x in row.groups])
-    # [N, H·W], as sums of rows are quick and those of parts of rows are not
-    found = torch.zeros(row.num_tokens, joined[0].numel()).index_add_(0, tokens, joined.flatten(1).float())
-    return found.to(joined.dtype).view(1, -1, *joined.shape[1:])
 
 
 def let_attention_read_rows(trunk: Any) -> None:
@@ -281,6 +266,8 @@ def keeps_no_probabilities(trunk: Any) -> bool:
 def _is_llamas(attention: Any) -> bool:
     from transformers.models.llama import modeling_llama
 
+    if not inspect.isfunction(attention):  # a kernel from a hub
+        return False
     return inspect.getsource(attention) == inspect.getsource(getattr(modeling_llama, _EAGER))
 
 

@@ -4,7 +4,7 @@ In eager mode autograd keeps what every small operation needs: of a norm its inp
 float32, of what follows a cast of its output for each product that reads it, of a gated layer the activation beside
 the gate that it can be made from again. Here a norm keeps its input and one number per token and gives its output in
 the precision of the products that read it, and a gated layer keeps its two products. The rotation of queries and keys
-by their positions makes its halves in place and gives them in that precision too:
+by their positions makes its halves in place:
 
     norm     y = w x r,  r = (mean x² + ε)^(−1/2)        dx = r (w dy − x r · mean(w dy · x r)),  dw = Σ dy · x r
     gated    h = silu(g) u                               dg = dh u · silu'(g),  du = dh · silu(g)
@@ -76,8 +76,8 @@ class _Gated(torch.autograd.Function):
 
 class _Rotated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None) -> Tensor:
-        """[…, W] in ``dtype``; None = as the model has it. cos and sin are of both halves."""
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[…, W]; cos and sin are of both halves."""
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
         wide = x.to(torch.promote_types(x.dtype, cos.dtype))
@@ -85,37 +85,32 @@ class _Rotated(torch.autograd.Function):
         (of_a, of_b), (a, b), (sin_a, sin_b) = (t.chunk(2, dim=-1) for t in (y, wide, sin))
         of_a -= b * sin_a
         of_b += a * sin_b
-        return y.to(dtype or y.dtype)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         wide = gradient.to(torch.promote_types(gradient.dtype, cos.dtype))
         of_x = wide * cos
         (of_a, of_b), (da, db), (sin_a, sin_b) = (t.chunk(2, dim=-1) for t in (of_x, wide, sin))
         of_a += db * sin_b
         of_b -= da * sin_a
-        return of_x.to(ctx.dtype), None, None, None
+        return of_x.to(ctx.dtype), None, None
 
 
 def fuse(base: Any, device: torch.device, dtype: torch.dtype) -> int:
     """Let a transformers model's norms, gates and rotations compute as above, where they are Llama's word by word.
 
     Norms inside a layer give their output in the compute precision where the hidden states stay the same to the bit:
-    where nothing but matrix products, which would cast it, reads them. The rotation is a function of all models of the
-    architecture. Returns the number of layers that were changed.
+    where nothing but matrix products, which would cast it, reads them. The rotation, a function of all models of the
+    architecture, is the same to the bit. Returns the number of layers that were changed.
     """
+    _let_rotate(sys.modules[type(base.base_model).__module__])
     found = [(inside, module, type(module)) for inside, module in _found(base.base_model)]
-    home = sys.modules[type(base.base_model).__module__]
-    rotate = getattr(home, _ROTATE, None)
-    if not found and not _is_llamas_rotation(rotate):
+    if not found:
         return 0
     expected = _states(base, device, dtype)
-    if _is_llamas_rotation(rotate):
-        setattr(home, _ROTATE, _rotating(rotate))
-        if not torch.equal(_states(base, device, dtype), expected):
-            setattr(home, _ROTATE, rotate)
     classes = {(kind, forward): _with_forward(kind, forward)
                for kind in {kind for *_, kind in found} for forward in (_gated, _norm, _early_norm)}  # fmt: skip
     for early in (True, False) if dtype != torch.float32 else (False,):
@@ -167,20 +162,27 @@ def _is_silu(activation: Any) -> bool:
     return type(activation).__name__ in ("SiLU", "SiLUActivation")
 
 
-def _is_llamas_rotation(rotate: Any) -> bool:
-    """Not heedful's already."""
+def _let_rotate(home: Any) -> None:
+    """Swap the rotation of this architecture's module, where it and what it calls are Llama's word by word."""
     from transformers.models.llama import modeling_llama
 
-    llamas = inspect.unwrap(getattr(modeling_llama, _ROTATE))
-    return rotate is not None and not hasattr(rotate, _OURS) and inspect.getsource(rotate) == inspect.getsource(llamas)
+    def source(module: Any, name: str) -> str | None:
+        function = inspect.unwrap(getattr(module, name, None)) if hasattr(module, name) else None
+        return inspect.getsource(function) if inspect.isfunction(function) else None  # kernels from a hub are objects
+
+    rotate = getattr(home, _ROTATE, None)
+    for name in (_ROTATE, "rotate_half"):
+        if source(home, name) is None or source(home, name) != source(modeling_llama, name):
+            return
+    if inspect.isfunction(rotate) and not hasattr(rotate, _OURS):
+        setattr(home, _ROTATE, _rotating(rotate))
 
 
 def _rotating(rotate: Any) -> Any:
     @functools.wraps(rotate)
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-        dtype = _dtype_of_products(q)
-        return _Rotated.apply(q, cos, sin, dtype), _Rotated.apply(k, cos, sin, dtype)
+        return _Rotated.apply(q, cos, sin), _Rotated.apply(k, cos, sin)
 
     setattr(rotated, _OURS, True)
     return rotated

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import platform
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,8 +110,9 @@ def release_between_phases() -> None:
         release_memory()
 
 
-def keep_pages(wanted: bool) -> None:
-    """Whether the heap keeps the pages of what is freed for what comes next, from now on in this process.
+@contextlib.contextmanager
+def keeping_pages(wanted: bool) -> Iterator[None]:
+    """Whether the heap of this process keeps the pages of what is freed for what comes next.
 
     A page that comes back from the system must be cleared first, 600 000 of them in a PPO step on all weights of
     SmolLM2-135M: an eighth of its time, measured in a virtual machine that gives free memory back to its host, for 0.1
@@ -118,12 +120,16 @@ def keep_pages(wanted: bool) -> None:
     Never together with :func:`keep_large_tensors_off_the_heap`.
     """
     global _keeps_pages
-    wanted = wanted and not _saves_memory and not torch.cuda.is_available()
-    if wanted:
-        _tell_heap((_M_TRIM_THRESHOLD, -1), (_M_MMAP_MAX, 0))
-    elif _keeps_pages:
+    if not wanted or _saves_memory or torch.cuda.is_available():
+        yield
+        return
+    _keeps_pages = True
+    _tell_heap((_M_TRIM_THRESHOLD, -1), (_M_MMAP_MAX, 0))
+    try:
+        yield
+    finally:
+        _keeps_pages = False
         _tell_heap(*_AS_EVER)
-    _keeps_pages = wanted
 
 
 def keep_large_tensors_off_the_heap() -> None:
@@ -135,7 +141,6 @@ def keep_large_tensors_off_the_heap() -> None:
     else does it.
     """
     global _saves_memory
-    keep_pages(False)
     _saves_memory = True
     _tell_heap((_M_MMAP_THRESHOLD, 4 * 2**20))
 

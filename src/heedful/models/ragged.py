@@ -50,9 +50,10 @@ def is_worth_it(trunk: Any, attention_mask_BT: Tensor, *, packed: bool = False) 
     num_rows, width = attention_mask_BT.shape
     if any((window := getattr(config, name, None)) is not None and window < width for name in _WINDOWS):
         return False
+    num_real = int(attention_mask_BT.count_nonzero())
     if packed or keeps_no_probabilities(trunk):
-        return True
-    return num_rows * width - int(attention_mask_BT.count_nonzero()) >= num_rows * _MIN_PADDING
+        return num_real > 0
+    return num_rows * width - num_real >= num_rows * _MIN_PADDING
 
 
 def is_possible(config: Any) -> bool:

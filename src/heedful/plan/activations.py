@@ -169,7 +169,10 @@ def working(shape: ModelShape, batch: Batch, *, s: int, kernel: Kernel) -> int:
     N = batch.tokens
     gates = 3 if shape.gated else 2
     block = N * (gates * shape.ffn_width * s + 3 * shape.width * 4)
-    scores = _pairs_at_once(shape, batch, kernel) * (4 + 4 + s)
+    bytes_of_pair, sums = 4 + 4 + s, 0
+    if kernel == "pieces" and shape.family in IN_GROUPS:  # as measured; gradients of keys and values in float32
+        bytes_of_pair, sums = 16, 2 * N * shape.kv_width * 4
+    scores = _pairs_at_once(shape, batch, kernel) * bytes_of_pair + sums
     return max(block, scores + 2 * N * shape.attention_width * s)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from heedful.batches import StepStats
 from heedful.config.section import CheckpointConfig
 from heedful.errors import CheckpointError
-from heedful.models.hardware import keep_pages, random_state, release_memory, restore_random_state
+from heedful.models.hardware import keeping_pages, random_state, release_memory, restore_random_state
 from heedful.runs.folder import StageFolder
 from heedful.runs.progress import Progress, peak_memory_bytes
 from heedful.runs.progress import tell as tell
@@ -55,9 +55,9 @@ class Loop:
         """
         start = self._restore()
         release_memory()  # what loading the models left
-        keep_pages(self.keeps_pages)
         writer = StageWriter(self.stage, resume_step=start - 1 if start else None)
-        with Progress(self.title, self.total_steps, first_step=start) as progress, writer, _stop_signals() as stop:
+        progress = Progress(self.title, self.total_steps, first_step=start)
+        with progress, writer, _stop_signals() as stop, keeping_pages(self.keeps_pages):
             for i in range(start, self.total_steps):
                 before = time.perf_counter()
                 stats = step(i)

@@ -95,7 +95,6 @@ def test_the_result_and_gradients_are_the_models_own(case, heads, dtype):
 
 
 def test_no_other_piece_and_nothing_that_fills_is_seen():
-    """Not even a number that is none."""
     row = row_of(ALONE)
     states = states_of(row)
     expected = result_and_gradients(in_groups, row, states)
@@ -137,6 +136,21 @@ def test_pieces_of_about_one_length_are_taken_together():
     row = row_of([33, 60, 50, 64, 20, 5, 400])
     shapes = [(tuple(x.queries_PQ.shape), x.keys_PK.shape[1]) for x in row.groups]
     assert shapes == [((2, 32), 32), ((1, 32), 416), ((4, 64), 64), ((1, 128), 128), ((1, 128), 256), ((1, 128), 384)]
+
+
+def test_a_backward_under_autocast_keeps_the_precision_of_the_forward():
+    row = row_of(ALONE)
+    states = states_of(row)
+    expected = result_and_gradients(in_groups, row, states)[1:]
+    result = in_groups(row, states)[:, : row.num_real]
+    weights = torch.linspace(-1, 1, result.numel()).view_as(result)
+    with torch.autocast("cpu", dtype=BF16):
+        found = torch.autograd.grad((result * weights).sum(), states)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_kernel_from_a_hub_in_place_of_the_function_is_not_llamas():
+    assert not attention._is_llamas(torch.nn.Identity())
 
 
 def built(kind, **options):

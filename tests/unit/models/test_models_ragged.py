@@ -249,6 +249,13 @@ def test_windows_and_other_kernels_keep_their_padding(config: dict[str, Any], wo
     assert ragged.is_worth_it(trunk, batch_of().attention_mask_BT) == worth_it
 
 
+def test_a_batch_of_padding_alone_keeps_its_padding(folder: Callable[..., Path]) -> None:
+    part, full = some_part(folder), batch_of()
+    nothing = torch.zeros_like(full.attention_mask_BT)
+    batch = TokenBatch(full.inputs_BT, full.targets_BT, nothing > 0, nothing, full.position_ids_BT)
+    assert part.hidden(batch).shape[:2] == full.inputs_BT.shape
+
+
 def test_positions_end_where_the_model_says(folder: Callable[..., Path]) -> None:
     with pytest.raises(ModelError, match="longer than the 128 positions"):
         some_part(folder).hidden(batch_of((129, 3)))
