@@ -168,30 +168,36 @@ class _InGroups(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @torch.autocast("cpu", enabled=False)  # the dtypes are those of the forward
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
-        row, scaling = ctx.row, ctx.scaling
-        states = [_by_key_head(x, key.shape[1]) for x in (query, key, value)]
-        of_real = pad(gradient[:, : row.num_real], (0, 0, 0, 0, 0, 1))  # what fills has no gradient
-        of_out = _by_key_head(of_real.transpose(1, 2), key.shape[1])
-        found = []
-        # a token is the key of several pieces or blocks, or of one; [N, H·W], as sums of whole rows are quick
-        of_key, of_value = (torch.zeros(row.num_tokens, len(x) * x.shape[-1]) for x in states[1:])
-        for group in row.groups:
-            q, k, v = group.parts(*states)
-            of_o = _together(of_out, group.queries_PQ)
-            p, wide = group.probabilities(q, k, scaling)
-            of_wide = (of_o @ v.transpose(1, 2)).float()
-            of_scores = torch.ops.aten._softmax_backward_data(of_wide, wide, -1, torch.float32).to(q.dtype)
-            of_scores.mul_(scaling)
-            found.append(_apart(of_scores @ k, states[0]))
-            for sum_, part in ((of_key, of_scores.transpose(1, 2) @ q), (of_value, p.transpose(1, 2) @ of_o)):
-                rows = _apart(part, states[1]).transpose(0, 1).flatten(1)
-                sum_.index_add_(0, group.keys_PK.flatten(), rows.float())
-        of_query = _row_of(found, row.query_slots, row.num_tokens)
-        of_keys = (x.to(key.dtype).view(1, row.num_tokens, len(states[1]), -1) for x in (of_key, of_value))
-        return of_query.transpose(1, 2), *(x.transpose(1, 2) for x in of_keys), None, None
+        with torch.autocast("cpu", enabled=False):  # the dtypes are those of the forward
+            return *_gradients(query, key, value, gradient, ctx.row, ctx.scaling), None, None
+
+
+def _gradients(
+    query: Tensor, key: Tensor, value: Tensor, gradient: Tensor, row: Row, scaling: float
+) -> tuple[Tensor, ...]:
+    """Of queries, keys and values, from that of the result."""
+    states = [_by_key_head(x, key.shape[1]) for x in (query, key, value)]
+    of_real = pad(gradient[:, : row.num_real], (0, 0, 0, 0, 0, 1))  # what fills has no gradient
+    of_out = _by_key_head(of_real.transpose(1, 2), key.shape[1])
+    found = []
+    # a token is the key of several pieces or blocks, or of one; [N, H·W], as sums of whole rows are quick
+    of_key, of_value = (torch.zeros(row.num_tokens, len(x) * x.shape[-1]) for x in states[1:])
+    for group in row.groups:
+        q, k, v = group.parts(*states)
+        of_o = _together(of_out, group.queries_PQ)
+        p, wide = group.probabilities(q, k, scaling)
+        of_wide = (of_o @ v.transpose(1, 2)).float()
+        of_scores = torch.ops.aten._softmax_backward_data(of_wide, wide, -1, torch.float32).to(q.dtype)
+        of_scores.mul_(scaling)
+        found.append(_apart(of_scores @ k, states[0]))
+        for sum_, part in ((of_key, of_scores.transpose(1, 2) @ q), (of_value, p.transpose(1, 2) @ of_o)):
+            rows = _apart(part, states[1]).transpose(0, 1).flatten(1)
+            sum_.index_add_(0, group.keys_PK.flatten(), rows.float())
+    of_query = _row_of(found, row.query_slots, row.num_tokens)
+    of_keys = (x.to(key.dtype).view(1, row.num_tokens, len(states[1]), -1) for x in (of_key, of_value))
+    return of_query.transpose(1, 2), *(x.transpose(1, 2) for x in of_keys)
 
 
 def _by_key_head(states: Tensor, num_key_heads: int) -> Tensor:

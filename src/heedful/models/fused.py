@@ -167,7 +167,8 @@ def _let_rotate(home: Any) -> None:
     from transformers.models.llama import modeling_llama
 
     def source(module: Any, name: str) -> str | None:
-        function = inspect.unwrap(getattr(module, name, None)) if hasattr(module, name) else None
+        function: Any = getattr(module, name, None)
+        function = inspect.unwrap(function) if callable(function) else None
         return inspect.getsource(function) if inspect.isfunction(function) else None  # kernels from a hub are objects
 
     rotate = getattr(home, _ROTATE, None)
