@@ -18,7 +18,6 @@ Q, K their rounded numbers of queries and keys.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
+
+from heedful.models.llamas import are_llamas
 
 ROW = "row_of_pieces"
 """The keyword that goes with a forward through every layer to its attention, and again where layers are recomputed."""
@@ -139,8 +140,8 @@ def _group(
 ) -> _Group:
     queries_PQ = torch.stack([pad(q, (0, num_queries - len(q)), value=filler) for q, _ in blocks])
     keys_PK = torch.stack([pad(k, (0, num_keys - len(k)), value=filler) for _, k in blocks])
-    num_before = sorted({len(k) - len(q) for q, k in blocks})
-    before = torch.tensor(num_before if len(num_before) == 1 else [len(k) - len(q) for q, k in blocks])
+    before = torch.tensor([len(k) - len(q) for q, k in blocks])
+    before = before[:1] if bool((before == before[0]).all()) else before
     is_after = torch.arange(num_keys) > (before[:, None] + torch.arange(num_queries))[..., None]
     return _Group(queries_PQ, keys_PK, _mask(is_after, dtype)[:, :, None])
 
@@ -238,6 +239,7 @@ def let_attention_read_rows(trunk: Any) -> None:
     whole = getattr(home, _EAGER)
     if hasattr(whole, ROW):
         return
+    takes_groups = keeps_no_probabilities(trunk)
 
     @functools.wraps(whole)
     def attention(
@@ -246,7 +248,7 @@ def let_attention_read_rows(trunk: Any) -> None:
         row: Row | None = kwargs.pop(ROW, None)
         if row is None:
             return whole(module, query, key, value, attention_mask, *args, **kwargs)
-        if attention_mask is row.mask and _is_llamas(whole) and not args and not kwargs.get("dropout"):
+        if takes_groups and attention_mask is row.mask and not args and not kwargs.get("dropout"):
             states = (x.to(row.dtype) for x in (query, key, value))
             return _InGroups.apply(*states, row, kwargs["scaling"]), None
         found = []
@@ -264,17 +266,7 @@ def let_attention_read_rows(trunk: Any) -> None:
 
 def keeps_no_probabilities(trunk: Any) -> bool:
     """Whether attention of this architecture is taken in groups."""
-    whole = getattr(sys.modules[type(trunk).__module__], _EAGER, None)
-    return whole is not None and _is_llamas(whole)
-
-
-@functools.cache
-def _is_llamas(attention: Any) -> bool:
-    from transformers.models.llama import modeling_llama
-
-    if not inspect.isfunction(attention):  # a kernel from a hub
-        return False
-    return inspect.getsource(attention) == inspect.getsource(getattr(modeling_llama, _EAGER))
+    return are_llamas(sys.modules[type(trunk).__module__], _EAGER)
 
 
 def _filled(parts: list[Tensor]) -> Tensor:

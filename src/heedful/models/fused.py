@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from heedful.models.hardware import autocast
+from heedful.models.llamas import are_llamas
 
 _ROTATE, _OURS = "apply_rotary_pos_emb", "is_heedfuls"
 """What the modules of transformers call it, and what ours has"""
@@ -164,18 +165,7 @@ def _is_silu(activation: Any) -> bool:
 
 def _let_rotate(home: Any) -> None:
     """Swap the rotation of this architecture's module, where it and what it calls are Llama's word by word."""
-    from transformers.models.llama import modeling_llama
-
-    def source(module: Any, name: str) -> str | None:
-        function: Any = getattr(module, name, None)
-        function = inspect.unwrap(function) if callable(function) else None
-        return inspect.getsource(function) if inspect.isfunction(function) else None  # kernels from a hub are objects
-
-    rotate = getattr(home, _ROTATE, None)
-    for name in (_ROTATE, "rotate_half"):
-        if source(home, name) is None or source(home, name) != source(modeling_llama, name):
-            return
-    if inspect.isfunction(rotate) and not hasattr(rotate, _OURS):
+    if are_llamas(home, _ROTATE, "rotate_half") and not hasattr(rotate := getattr(home, _ROTATE), _OURS):
         setattr(home, _ROTATE, _rotating(rotate))
 
 
@@ -189,18 +179,14 @@ def _rotating(rotate: Any) -> Any:
     return rotated
 
 
-def _dtype_of_products(x: Tensor) -> torch.dtype | None:
-    """Autocast's, where it is on."""
-    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-
-
 def _norm(self: Any, x: Tensor) -> Tensor:
     y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, None)
     return y
 
 
 def _early_norm(self: Any, x: Tensor) -> Tensor:
-    y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, _dtype_of_products(x))
+    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    y: Tensor = _Norm.apply(x, self.weight, self.variance_epsilon, dtype)
     return y
 
 

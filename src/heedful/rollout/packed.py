@@ -9,7 +9,6 @@ every head at every step.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from heedful.models.frozen import is_product
+from heedful.models.llamas import are_llamas
 
 GROUPED = "heedful_grouped"
 
@@ -186,16 +186,12 @@ def group_queries(model: Any) -> bool:
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
-    from transformers.models.llama.modeling_llama import eager_attention_forward
-
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)
-    own = getattr(sys.modules[type(model).__module__], eager_attention_forward.__name__, None)
     if (
         config._attn_implementation != "eager"
         or getattr(config, "num_key_value_heads", None) in (None, heads)
-        or own is None
-        or inspect.getsource(own) != inspect.getsource(eager_attention_forward)
+        or not are_llamas(sys.modules[type(model).__module__], "eager_attention_forward")
     ):
         return False
     AttentionInterface.register(GROUPED, grouped_attention)
